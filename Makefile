@@ -1,0 +1,65 @@
+# `make` alone prints what there is.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.PHONY: help setup demo test lint types unit check brokers-up brokers-down bench docs requirements clean
+
+BIN := .venv/bin
+STAMP := .venv/.ready
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Prepare .venv: pinned requirements and qkit itself
+
+$(STAMP): requirements/dev.txt pyproject.toml scripts/make-venv
+	scripts/make-venv
+	@touch $@
+
+demo: setup ## Run examples/orders.py on the native engine
+	$(BIN)/python examples/orders.py
+
+test: setup ## Lint, types and all tests against real brokers
+	$(MAKE) --no-print-directory lint types
+	scripts/brokers run $(MAKE) --no-print-directory check
+
+# `coverage run` and not pytest-cov: it measures imports that pytest makes before plugins start.
+check: setup
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+lint: setup ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup ## mypy (strict) and pyright
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+unit: setup ## The tests that need no broker
+	$(BIN)/python -m pytest -m "not broker"
+
+brokers-up: ## Start Redis, RabbitMQ and Kafka and print their addresses
+	@scripts/brokers up
+	@scripts/brokers urls
+
+brokers-down: ## Stop them and remove their data
+	@scripts/brokers down
+
+bench: setup ## Run benchmarks/*.py
+	@shopt -s nullglob; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+
+docs: setup ## Run the examples in the docstrings and the check of docs/requirements.md
+	$(BIN)/python -m pytest src $(wildcard tests/test_requirements*.py tests/docs)
+
+requirements: setup ## Compile requirements/dev.txt anew from dev.in
+	CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \
+		--allow-unsafe --strip-extras --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
+		--output-file requirements/dev.txt requirements/dev.in
+
+clean: ## Remove .venv, brokers, caches and build output
+	scripts/brokers down
+	rm -rf .venv .brokers .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build htmlcov .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

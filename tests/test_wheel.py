@@ -1,0 +1,87 @@
+"""The wheel, alone in an empty environment: core dependencies only, and the native engine works."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+PROGRAM = """
+import asyncio
+import importlib.resources
+import importlib.util
+import sys
+
+EXTRAS = ("aio_pika", "aiokafka", "redis", "pyspark", "starlette", "typer")
+for name in EXTRAS:
+    assert importlib.util.find_spec(name) is None, f"{name} is installed: not an empty environment"
+
+import qkit
+from qkit import QueueService, Settings, consume
+
+assert "site-packages" in qkit.__file__, qkit.__file__
+assert (importlib.resources.files("qkit") / "py.typed").is_file()
+
+
+async def main() -> None:
+    handled = asyncio.Event()
+    received = []
+
+    @consume("audit")
+    async def audit(entry: dict) -> None:
+        received.append(entry)
+        handled.set()
+
+    service = QueueService(Settings(type="native"))
+    service.register(audit)
+    async with service:
+        sent = await service.send("audit", {"action": "login"})
+        assert sent.message_id
+        await asyncio.wait_for(handled.wait(), 10)
+    assert received == [{"action": "login"}]
+
+
+asyncio.run(main())
+assert not set(EXTRAS) & set(sys.modules)
+print("handled")
+"""
+
+
+def run(*arguments: str | Path, directory: Path) -> str:
+    """Run a program that sees nothing of this environment; its output is the failure's text."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONPATH" and not name.startswith(("COV", "QKIT_"))
+    }
+    result = subprocess.run(
+        [str(argument) for argument in arguments],
+        cwd=directory,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+    run(*build, "--outdir", tmp_path, REPOSITORY, directory=tmp_path)
+    (wheel,) = tmp_path.glob("qkit-*.whl")
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = tmp_path / "empty" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", wheel, directory=tmp_path)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert "handled" in run(python, program, directory=tmp_path)
