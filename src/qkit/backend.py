@@ -1,0 +1,268 @@
+"""The boundary between qkit and whatever carries the messages.
+
+A backend moves envelopes and knows nothing of handlers, retries or dead-letter policy; those live
+once, above. It is small so that a backend is easy to write and hard to get wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Protocol, runtime_checkable
+
+from qkit.message import DeadLetter, Envelope, Sent
+
+__all__ = [
+    "Admin",
+    "Backend",
+    "Capabilities",
+    "DeadLetterSource",
+    "Delivery",
+    "QueueSpec",
+    "QueueStats",
+    "Subscription",
+    "SubscriptionSpec",
+    "Support",
+]
+
+
+class Support(StrEnum):
+    """How a backend provides a feature."""
+
+    NATIVE = "native"
+    EMULATED = "emulated"
+    UNSUPPORTED = "unsupported"
+
+    def __bool__(self) -> bool:
+        """Whether the feature works at all."""
+        return self is not Support.UNSUPPORTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do. What it cannot is refused at start-up, never silently at run time.
+
+    >>> Capabilities(priority=Support.NATIVE).supports("priority")
+    True
+    """
+
+    durable: Support = Support.UNSUPPORTED
+    redelivery: Support = Support.UNSUPPORTED
+    counts_crashes: Support = Support.UNSUPPORTED
+    lease: Support = Support.UNSUPPORTED
+    priority: Support = Support.UNSUPPORTED
+    delay: Support = Support.UNSUPPORTED
+    ttl: Support = Support.UNSUPPORTED
+    topics: Support = Support.UNSUPPORTED
+    key_order: Support = Support.UNSUPPORTED
+    dead_letters: Support = Support.UNSUPPORTED
+    prefetch: Support = Support.UNSUPPORTED
+    depth: Support = Support.UNSUPPORTED
+    peek: Support = Support.UNSUPPORTED
+    purge: Support = Support.UNSUPPORTED
+    delete: Support = Support.UNSUPPORTED
+    position: Support = Support.UNSUPPORTED
+    replicas: Support = Support.UNSUPPORTED
+    batch: Support = Support.UNSUPPORTED
+
+    def supports(self, feature: str) -> bool:
+        """Whether ``feature`` is native or emulated."""
+        return bool(getattr(self, feature))
+
+    def as_dict(self) -> dict[str, str]:
+        """Every feature with its support, for people and pages."""
+        return {item.name: str(getattr(self, item.name)) for item in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSpec:
+    """A queue or topic as a backend must declare it.
+
+    ``dead_letter`` names the queue for the dead letters of this one (``None``: it has none); the
+    service declares that queue too, with ``drop_oldest`` and its own ``max_depth``.
+    ``max_deliveries`` is the limit a backend applies when a lease expires; failures of handlers
+    are counted above the boundary.
+    """
+
+    name: str
+    broadcast: bool = False
+    dead_letter: str | None = None
+    max_priority: int | None = None
+    max_depth: int | None = None
+    drop_oldest: bool = False
+    max_deliveries: int | None = None
+    ack_deadline: float | None = None
+    replicas: int = 1
+    passive: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriptionSpec:
+    """A consumer's claim on a queue, or on its group's share of a topic."""
+
+    queue: str
+    group: str
+    consumer: str
+    prefetch: int
+    broadcast: bool = False
+    ack_deadline: float | None = None
+
+
+class Delivery:
+    """One delivery of a message: its envelope, and the backend's receipt for settling it.
+
+    ``lease`` is how many seconds the consumer has before the backend takes the message back,
+    ``None`` where leases do not exist. ``release`` writes ``envelope.headers`` back, so facts
+    about a failure travel with the message.
+    """
+
+    __slots__ = ("envelope", "lease", "queue", "receipt")
+
+    def __init__(
+        self, envelope: Envelope, queue: str, receipt: object, lease: float | None = None
+    ) -> None:
+        self.envelope = envelope
+        self.queue = queue
+        self.receipt = receipt
+        self.lease = lease
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self.envelope.id} of {self.queue}, attempt {self.envelope.attempt}>"
+
+
+class Subscription(Protocol):
+    """A live claim on a queue. Settling twice, or late, raises and never touches another's lease.
+
+    When the subscription breaks, ``receive`` raises ``SubscriptionLost``; the consumer above opens
+    a new one with backoff.
+    """
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries, at least one unless it was a safety wake-up.
+
+        Parks until a message arrives. Safe to cancel at any moment: nothing is lost.
+        """
+        ...
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message. ``AckDeadlineExceeded`` if the lease is lost."""
+        ...
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back, to be delivered again after ``delay`` seconds.
+
+        Without ``count_attempt`` the next delivery has the same attempt number as this one.
+        """
+        ...
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now. ``Unsupported`` without leases."""
+        ...
+
+    async def stop(self) -> None:
+        """Fetch no more; what was delivered can still be settled."""
+        ...
+
+
+class Backend(Protocol):
+    """Whatever carries messages. Errors of its driver become ``QueueError``s at this boundary."""
+
+    name: str
+    capabilities: Capabilities
+
+    async def start(self) -> None:
+        """Connect, or raise ``BackendUnavailable``."""
+        ...
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists as described; idempotent."""
+        ...
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Hand messages over; returns once the broker has confirmed every one.
+
+        Raises ``PartialSend`` when some were accepted and others not; any other error means that
+        none was confirmed.
+        """
+        ...
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
+        """A subscription for as long as the context lasts; leaving it gives back what is held."""
+        ...
+
+    async def ping(self) -> None:
+        """Prove that the broker answers, or raise ``BackendUnavailable``."""
+        ...
+
+    async def aclose(self) -> None:
+        """Disconnect; idempotent."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStats:
+    """A queue's figures; ``None`` where the backend does not know.
+
+    ``depth`` counts messages ready for a consumer, ``in_flight`` those a consumer holds,
+    ``scheduled`` those that wait for their time; ``dropped_total`` those a full dead-letter queue
+    pushed out.
+    """
+
+    queue: str
+    depth: int
+    in_flight: int | None = None
+    scheduled: int | None = None
+    consumers: int | None = None
+    published_total: int | None = None
+    consumed_total: int | None = None
+    acked_total: int | None = None
+    nacked_total: int | None = None
+    dead_lettered_total: int | None = None
+    dropped_total: int | None = None
+    avg_wait_time_ms: float | None = None
+    oldest_message_age_secs: float | None = None
+
+
+@runtime_checkable
+class Admin(Protocol):
+    """What a backend that can be administered offers beside ``Backend``.
+
+    Every method raises ``QueueNotFound`` for a queue that does not exist.
+    """
+
+    async def queues(self) -> list[str]:
+        """Names of all queues, or of those declared by this service where a broker cannot tell."""
+        ...
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now."""
+        ...
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages in the order of delivery, without consuming or leasing them."""
+        ...
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        ...
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Delete these messages unless a consumer holds them; return how many were there."""
+        ...
+
+    async def delete(self, queue: str) -> None:
+        """Delete the queue with all that is in it."""
+        ...
+
+
+@runtime_checkable
+class DeadLetterSource(Protocol):
+    """A backend that writes dead letters of its own: a lease expired too often, a TTL ran out."""
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that the backend wrote by itself."""
+        ...

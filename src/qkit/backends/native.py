@@ -1,0 +1,403 @@
+"""The native backend: qkit's boundary on the engine inside this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, TypeVar
+
+from qkit.backend import (
+    Capabilities,
+    Delivery,
+    QueueSpec,
+    QueueStats,
+    SubscriptionSpec,
+    Support,
+)
+from qkit.clock import Clock
+from qkit.errors import (
+    AckDeadlineExceeded,
+    BackendUnavailable,
+    ConfigError,
+    MessageNotFound,
+    PartialSend,
+    QueueError,
+    SubscriptionLost,
+)
+from qkit.message import DeadLetter, Envelope, Sent
+from qkit.native.actor import QueueActor, QueueConfig, envelope_of
+from qkit.native.engine import Engine
+
+__all__ = ["NativeBackend", "NativeSubscription"]
+
+_T = TypeVar("_T")
+
+MEMORY: Final = Capabilities(
+    durable=Support.UNSUPPORTED,
+    redelivery=Support.NATIVE,
+    counts_crashes=Support.NATIVE,
+    lease=Support.NATIVE,
+    priority=Support.NATIVE,
+    delay=Support.NATIVE,
+    ttl=Support.NATIVE,
+    topics=Support.NATIVE,
+    key_order=Support.EMULATED,
+    dead_letters=Support.NATIVE,
+    prefetch=Support.NATIVE,
+    depth=Support.NATIVE,
+    peek=Support.NATIVE,
+    purge=Support.NATIVE,
+    delete=Support.NATIVE,
+    position=Support.NATIVE,
+    replicas=Support.UNSUPPORTED,
+    batch=Support.EMULATED,
+)
+
+
+class NativeBackend:
+    """``Backend``, ``Admin`` and ``DeadLetterSource`` on an ``Engine`` in memory.
+
+    Backends share queues when they are given the same ``engine``; one that was given is not
+    closed here.
+
+    >>> async def main() -> None:
+    ...     backend = NativeBackend()
+    ...     await backend.start()
+    ...     await backend.declare(QueueSpec(name="orders"))
+    ...     print(await backend.publish("orders", [Envelope("0190", b"{}")]))
+    ...     await backend.aclose()
+    >>> asyncio.run(main())
+    [Sent(message_id='0190', position=0)]
+    """
+
+    name: str = "native"
+    capabilities: Capabilities = MEMORY
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        max_depth: int = 100_000,
+        max_priority: int = 9,
+        ack_deadline: float = 30.0,
+        engine: Engine | None = None,
+    ) -> None:
+        self._owns_engine = engine is None
+        self._engine = engine if engine is not None else Engine(clock=clock)
+        self._clock: Clock = self._engine.clock
+        self._defaults = QueueConfig(
+            max_depth=max_depth,
+            max_priority=max_priority,
+            max_deliveries=None,
+            ack_deadline=ack_deadline,
+        )
+
+    # Backend
+
+    async def start(self) -> None:
+        """Open the engine, unless it was given."""
+        if self._owns_engine and not self._engine.running:
+            await self._engine.__aenter__()
+        await self.ping()
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists; what the spec leaves unset may be anything.
+
+        Raises ``ConfigError`` when an earlier declaration insisted on something else, and with
+        ``passive`` ``QueueNotFound`` when the queue does not exist.
+        """
+        if spec.passive:
+            self._engine.channel(spec.name, "declare")
+            return
+        if spec.replicas > 1:
+            raise ConfigError(
+                "the native backend is one process and keeps no replicas: set replicas=1",
+                backend=self.name,
+                operation="declare",
+                queue=spec.name,
+            )
+        wanted: dict[str, object] = {
+            "max_depth": spec.max_depth,
+            "max_priority": spec.max_priority,
+            "max_deliveries": spec.max_deliveries,
+            "ack_deadline": spec.ack_deadline,
+            "dead_letter": spec.dead_letter,
+            "drop_oldest": spec.drop_oldest or None,
+        }
+        insisted = {field for field, value in wanted.items() if value is not None}
+        defaults = self._defaults
+        config = QueueConfig(
+            broadcast=spec.broadcast,
+            max_depth=_or(spec.max_depth, defaults.max_depth),
+            max_priority=_or(spec.max_priority, defaults.max_priority),
+            max_deliveries=spec.max_deliveries,
+            ack_deadline=_or(spec.ack_deadline, defaults.ack_deadline),
+            dead_letter=spec.dead_letter,
+            drop_oldest=spec.drop_oldest,
+        )
+        self._engine.declare(spec.name, config, insisted)
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        put = self._engine.channel(queue, "publish").put
+        now = self._clock.monotonic()
+        offset = self._clock.time() - now  # wall time less monotonic time
+        results: list[Sent | QueueError] = []
+        failed = 0
+        for item in envelopes:
+            due, expires = item.not_before, item.expires_at
+            try:
+                position = put(
+                    now,
+                    item.id,
+                    item.body,
+                    dict(item.headers) if item.headers else None,
+                    item.key,
+                    item.priority,
+                    None if due is None else due - offset,
+                    None if expires is None else expires - offset,
+                )
+            except QueueError as error:
+                failed += 1
+                results.append(error.located(backend=self.name))
+            else:
+                results.append(Sent(item.id, position))
+        if failed:
+            raise _failure(queue, results, failed)
+        return results  # type: ignore[return-value]  # no error among them
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
+        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(self, spec: SubscriptionSpec) -> AsyncIterator[NativeSubscription]:
+        actor = self._engine.queue(spec.queue, "subscribe", spec.group)
+        subscription = NativeSubscription(actor, spec, self._clock)
+        actor.consumers += 1
+        actor.on_change.append(subscription.refresh)
+        try:
+            yield subscription
+        finally:
+            actor.on_change.remove(subscription.refresh)
+            actor.consumers -= 1
+            await subscription.stop()
+            subscription.give_back()
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless the engine is open."""
+        if not self._engine.running:
+            raise BackendUnavailable(
+                "the engine is not open: start the backend first", backend=self.name
+            )
+
+    async def aclose(self) -> None:
+        """Close the engine if this backend opened it; idempotent."""
+        if self._owns_engine:
+            await self._engine.aclose()
+
+    # Admin
+
+    async def queues(self) -> list[str]:
+        """The names of all queues and topics of the engine."""
+        return await self._engine.list()
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now; a topic's are the sums of its groups'."""
+        return await self._engine.stats(queue)
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages in order of delivery, delayed ones last."""
+        return await self._engine.peek(queue, limit)
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return await self._engine.purge(queue)
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Delete these messages unless a consumer holds them; return how many were there."""
+        return await self._engine.remove(queue, ids)
+
+    async def delete(self, queue: str) -> None:
+        """Delete the queue with all that is in it."""
+        await self._engine.delete(queue)
+
+    # DeadLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each message whose lease or time to live ran out for good.
+
+        Also for one that was dropped because its queue names no dead-letter queue.
+        """
+        self._engine.on_dead_letter(callback)
+
+
+class NativeSubscription:
+    """A live claim on a queue of the engine: at most ``prefetch`` unsettled deliveries."""
+
+    __slots__ = (
+        "_actor",
+        "_blocked",
+        "_clock",
+        "_consumer",
+        "_held",
+        "_lease",
+        "_parked",
+        "_prefetch",
+        "_stopped",
+    )
+
+    def __init__(self, actor: QueueActor, spec: SubscriptionSpec, clock: Clock) -> None:
+        self._actor = actor
+        self._clock = clock
+        self._consumer = spec.consumer
+        self._prefetch = spec.prefetch
+        self._lease = _or(spec.ack_deadline, actor.config.ack_deadline)
+        self._held: set[int] = set()
+        self._parked: set[asyncio.Future[None]] = set()  # waiting for a message
+        self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
+        self._stopped = False
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
+        """
+        again = False
+        while not self._stopped:
+            if self._actor.lost is not None:
+                raise SubscriptionLost(
+                    self._actor.lost, backend="native", operation="receive", queue=self._actor.name
+                )
+            free = min(limit, self._prefetch - len(self._held))
+            if free > 0:
+                deliveries = self._claim(free)
+                if deliveries:
+                    return deliveries
+                await self._wait(self._parked, again=again)
+                again = True
+            else:
+                self._actor.nudge()  # perhaps it was woken for one that it cannot take
+                await self._wait(self._blocked)
+        self._actor.nudge()
+        return []
+
+    async def _wait(self, among: set[asyncio.Future[None]], *, again: bool = False) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        among.add(waiter)
+        try:
+            if among is self._parked:
+                await self._actor.park(waiter, again=again)
+            else:
+                await waiter
+        finally:
+            among.discard(waiter)
+
+    def _claim(self, limit: int) -> list[Delivery]:
+        clock, name, lease = self._clock, self._actor.name, self._lease
+        now = clock.monotonic()
+        claimed = self._actor.claim(now, limit, lease, self._consumer)
+        if not claimed:
+            return []
+        offset = clock.time() - now
+        self._held.update([message.state for message in claimed])
+        return [
+            Delivery(envelope_of(message, offset), name, message.state, lease)
+            for message in claimed
+        ]
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message."""
+        token = _token(delivery)
+        try:
+            self._actor.state.ack(token)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+        self._settled(delivery, token)
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        token = _token(delivery)
+        headers = dict(delivery.envelope.headers)
+        try:
+            self._actor.release(token, delay, count_attempt=count_attempt, headers=headers)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+        self._settled(delivery, token)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now."""
+        token = _token(delivery)
+        try:
+            self._actor.extend(token, seconds)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+
+    async def stop(self) -> None:
+        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        self._stopped = True
+        self._wake_blocked()
+        for waiter in self._parked:
+            self._actor.unpark(waiter)
+
+    def refresh(self) -> None:
+        """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
+        self._held = {token for token in self._held if self._actor.state.holds(token)}
+        self._wake_blocked()
+
+    def give_back(self) -> None:
+        """Release what is still held, without charging an attempt."""
+        held, self._held = self._held, set()
+        for token in held:
+            if self._actor.state.holds(token):
+                self._actor.release(token, count_attempt=False)
+
+    def _settled(self, delivery: Delivery, token: int) -> None:
+        delivery.receipt = None
+        self._held.discard(token)
+        if self._blocked:
+            self._wake_blocked()
+
+    def _lost(
+        self, token: int, delivery: Delivery, error: AckDeadlineExceeded
+    ) -> AckDeadlineExceeded:
+        self._held.discard(token)
+        self._wake_blocked()
+        error.located(backend="native", message_id=delivery.envelope.id)
+        return error
+
+    def _wake_blocked(self) -> None:
+        for waiter in self._blocked:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _token(delivery: Delivery) -> int:
+    if not isinstance(delivery.receipt, int):
+        raise MessageNotFound(
+            "this delivery was settled before: settle each one once",
+            backend="native",
+            queue=delivery.queue,
+            message_id=delivery.envelope.id,
+        )
+    return delivery.receipt
+
+
+def _failure(queue: str, results: list[Sent | QueueError], failed: int) -> QueueError:
+    first = next(item for item in results if isinstance(item, QueueError))
+    if failed == len(results):
+        return first
+    return PartialSend(
+        f"{failed} of {len(results)} messages were not accepted, the first because {first.message}",
+        results,
+        backend="native",
+        operation="publish",
+        queue=queue,
+    )
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

@@ -1,0 +1,417 @@
+"""A handler's consumer: subscribe, fetch up to the free slots, run handlers, keep leases, drain.
+
+Stop fetching is not stop working: ``stop`` ends the first and lets running handlers finish,
+``abandon`` cancels those that did not. A subscription that breaks is opened again with backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Literal
+
+from qkit.backend import Backend, Subscription, SubscriptionSpec
+from qkit.clock import Clock
+from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueError
+from qkit.executor import ABANDON, DONE, Executor, Job, Outcome, Pause
+from qkit.health import ChannelCounters, Connection, ConsumerHealth
+from qkit.intake import Intake
+from qkit.logs import logger
+from qkit.retry import Backoff
+from qkit.settlement import Settlement
+
+__all__ = ["Consumer"]
+
+RENEWALS_PER_LEASE = 3
+REST = Backoff(initial=1.0, multiplier=2.0, maximum=60.0, jitter=0.1)
+RESUBSCRIBE = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
+
+
+class Consumer:
+    """Consumes one handler's share of a channel, for as long as the service runs.
+
+    ``lease`` is the seconds after which the backend takes an unsettled message back, ``None``
+    where it does not.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: Backend,
+        spec: SubscriptionSpec,
+        executor: Executor,
+        settlement: Settlement,
+        counters: ChannelCounters,
+        connection: Connection,
+        clock: Clock,
+        ordered: bool,
+        lease: float | None,
+    ) -> None:
+        self.channel = executor.handler.channel
+        self.group = spec.group
+        self.settlement = settlement
+        self.ready = asyncio.Event()  # subscribed for the first time
+        self.last_poll_at: float | None = None
+        self.spec = spec
+        self.executor = executor
+        self.counters = counters
+        self.clock = clock
+        self.ordered = ordered
+        self.lease = lease
+        self.stopping = False
+        self.abandoning = False
+        self.probing = False  # after a rest: one message at a time until one succeeds
+        self._backend = backend
+        self._connection = connection
+        self._session: _Session | None = None
+        self._paused = False
+        self._resting: asyncio.TimerHandle | None = None
+        self._outages = 0
+        self._stop = asyncio.Event()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no handler may be started now: paused, or resting after ``Unavailable``."""
+        return self._paused or self._resting is not None
+
+    @property
+    def in_flight(self) -> int:
+        """How many deliveries are held: running, waiting for a worker, or being settled."""
+        return len(self._session.held) if self._session else 0
+
+    def health(self) -> ConsumerHealth:
+        """How this consumer is doing."""
+        return ConsumerHealth(
+            channel=self.channel,
+            group=self.group,
+            state=self._state(),
+            in_flight=self.in_flight,
+            last_poll_at=self.last_poll_at,
+            last_settle_at=self.settlement.last_settle_at,
+        )
+
+    def _state(self) -> Literal["starting", "consuming", "paused", "reconnecting", "stopped"]:
+        if self.stopping:
+            return "stopped"
+        if self._session is None:
+            return "reconnecting" if self.ready.is_set() else "starting"
+        return "paused" if self.quiet else "consuming"
+
+    async def run(self) -> None:
+        """Consume until ``stop``; opens the subscription again whenever it breaks."""
+        failures = 0
+        while not self.stopping:
+            try:
+                async with self._backend.subscribe(self.spec) as subscription:
+                    failures = 0
+                    self._connection.worked()
+                    self._session = _Session(self, subscription)
+                    self.ready.set()
+                    await self._session.run()
+            except Exception as error:
+                failures += 1
+                wait = RESUBSCRIBE.after(failures)
+                self._report(error, wait)
+                self._session = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait):
+                        await self._stop.wait()
+            finally:
+                self._session = None
+
+    def _report(self, error: Exception, wait: float) -> None:
+        if isinstance(error, BackendUnavailable):
+            self._connection.failed(error)
+        logger.warning(
+            "%s: the subscription of %s broke, subscribing again in %.1f s: %s",
+            self.channel,
+            self.group,
+            wait,
+            type(error).__name__,
+            exc_info=error,
+            extra={"queue": self.channel, "consumer": self.spec.consumer, "error": str(error)},
+        )
+
+    def stop(self) -> None:
+        """Fetch no more. Running handlers go on; deliveries that wait for one are given back."""
+        self.stopping = True
+        self._stop.set()
+        self._interrupt()
+
+    def abandon(self) -> int:
+        """Cancel the handlers that still run; return how many. Their messages are given back."""
+        self.abandoning = True
+        return self._session.abandon() if self._session else 0
+
+    def pause(self) -> None:
+        """Start no more handlers until ``resume``; running ones go on."""
+        self._paused = True
+        self._interrupt()
+
+    def resume(self) -> None:
+        """Consume again, also if the channel was resting after ``Unavailable``."""
+        self._paused = False
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
+        self._interrupt()
+
+    def rest(self, outcome: Pause) -> Pause:
+        """A dependency is down: start nothing for a while, then probe with one message."""
+        self._outages += 1
+        delay = outcome.delay if outcome.delay is not None else REST.after(self._outages)
+        if self._resting is None:
+            loop = asyncio.get_running_loop()
+            self._resting = loop.call_later(delay, self._probe)
+            self._interrupt()
+        return Pause(delay, outcome.error)
+
+    def _probe(self) -> None:
+        self._resting = None
+        self.probing = True
+        self._interrupt()
+
+    def recovered(self) -> None:
+        """A probe succeeded: consume at full width again."""
+        self.probing = False
+        self._outages = 0
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self._session is not None:
+            self._session.interrupt()
+
+
+class _Session:
+    """One subscription's life: its fetcher, its workers, and the renewal of its leases."""
+
+    def __init__(self, consumer: Consumer, subscription: Subscription) -> None:
+        self._consumer = consumer
+        self._subscription = subscription
+        self._executor = consumer.executor
+        self._settlement = consumer.settlement
+        self._counters = consumer.counters
+        self._intake = Intake(lanes=consumer.ordered)
+        self._room = asyncio.Event()  # the fetcher should look again
+        self._receiving: asyncio.Timeout | None = None
+        self._withdrawn: list[Job] = []
+        self._abandoned = asyncio.get_running_loop().create_future()
+
+    @property
+    def held(self) -> set[Job]:
+        """Every unsettled delivery."""
+        return self._intake.held
+
+    async def run(self) -> None:
+        """Fetch and work until the consumer stops; raises when the subscription breaks."""
+        metadata = self._executor.handler.metadata
+        name = f"qkit {self._consumer.channel} {self._consumer.group}"
+        broken: Exception | None = None
+        async with asyncio.TaskGroup() as tasks:
+            workers = [
+                tasks.create_task(
+                    self._work_batches(metadata.batch_size, metadata.batch_wait)
+                    if metadata.batch_size
+                    else self._work(),
+                    name=f"{name} #{number}",
+                )
+                for number in range(metadata.concurrency)
+            ]
+            renewer = tasks.create_task(self._renew(), name=f"{name} leases")
+            try:
+                await self._fetch()
+                await self._give_back()
+                await self._subscription.stop()
+            except Exception as error:
+                # What a broken subscription delivered cannot be settled: its handlers stop.
+                broken = error
+                for job in self.held:
+                    self._lose(job)
+                self._intake.withdraw()
+            self._intake.close()
+            await asyncio.wait(workers)
+            renewer.cancel()
+        if broken is not None:
+            raise broken
+
+    def interrupt(self) -> None:
+        """The consumer's state changed: take back what has not started, let the fetcher look."""
+        if self._consumer.quiet or self._consumer.stopping:
+            self._withdrawn += self._intake.withdraw()
+        self._room.set()
+        if self._receiving is not None and not self._receiving.expired():
+            self._receiving.reschedule(asyncio.get_running_loop().time())
+
+    def abandon(self) -> int:
+        """Cancel every running handler; return how many."""
+        running = [job for job in self.held if job.task is not None]
+        for job in running:
+            job.abandoned = True
+        for task in {job.task for job in running if job.task is not None}:
+            task.cancel()
+        if not self._abandoned.done():
+            self._abandoned.set_result(None)
+        return len(running)
+
+    # -- fetching ----------------------------------------------------------------------------
+
+    async def _fetch(self) -> None:
+        while not self._consumer.stopping:
+            await self._give_back()
+            limit = self._free()
+            if limit <= 0 or self._consumer.quiet:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            self._consumer.last_poll_at = self._consumer.clock.time()
+            try:
+                async with asyncio.timeout(None) as self._receiving:
+                    deliveries = await self._subscription.receive(limit)
+            except TimeoutError:  # interrupted; receive is safe to cancel
+                continue
+            finally:
+                self._receiving = None
+            self._counters.received += len(deliveries)
+            self._intake.take(deliveries)
+            if self._consumer.quiet or self._consumer.stopping:
+                self._withdrawn += self._intake.withdraw()
+
+    def _free(self) -> int:
+        """How many more to ask for; none while so few fit that asking is not worth its cost."""
+        prefetch = 1 if self._consumer.probing else self._consumer.spec.prefetch
+        free = prefetch - len(self.held)
+        return free if self._intake.empty or free * 2 >= prefetch else 0
+
+    async def _give_back(self) -> None:
+        """Release what was withdrawn, uncharged, so that others can have it."""
+        while self._withdrawn:
+            job = self._withdrawn.pop()
+            if not job.lost:
+                await self._settlement.settle(self._subscription, job.delivery, ABANDON)
+            self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        self._intake.finish(job)
+        if self._free() > 0:
+            self._room.set()
+
+    # -- working -----------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        task = _current_task()
+        while (job := await self._intake.next()) is not None:
+            if job.lost:
+                self._log_lost(job)
+                self._finish(job)
+                continue
+            job.task = task
+            self._counters.in_flight += 1
+            try:
+                outcome = await self._executor.run(job)
+            except asyncio.CancelledError:
+                if not job.stopped:
+                    raise
+                outcome = ABANDON
+            finally:
+                job.task = None
+                self._counters.in_flight -= 1
+            await self._conclude(task, job, outcome)
+            if job.thread is not None:
+                await self._outlive(job.thread)
+
+    async def _work_batches(self, size: int, wait: float) -> None:
+        task = _current_task()
+        while jobs := await self._intake.next_batch(size, wait):
+            for job in jobs:
+                job.task = task
+            self._counters.in_flight += len(jobs)
+            try:
+                outcomes = await self._executor.run_batch(jobs)
+            except asyncio.CancelledError:
+                if not any(job.stopped for job in jobs):
+                    raise
+                outcomes = [ABANDON for _ in jobs]
+            finally:
+                for job in jobs:
+                    job.task = None
+                self._counters.in_flight -= len(jobs)
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                await self._conclude(task, job, outcome)
+            if jobs[0].thread is not None:
+                await self._outlive(jobs[0].thread)
+
+    async def _conclude(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
+        """Settle, out of reach of any cancellation that was meant for the handler."""
+        if job.stopped:
+            while task.cancelling():
+                task.uncancel()
+        if job.lost:
+            self._log_lost(job)
+        else:
+            if outcome is DONE:
+                if self._consumer.probing:
+                    self._consumer.recovered()
+            elif isinstance(outcome, Pause):
+                outcome = self._consumer.rest(outcome)
+            await self._settlement.settle(self._subscription, job.delivery, outcome)
+        self._finish(job)
+
+    async def _outlive(self, thread: asyncio.Future[object]) -> None:
+        """Keep the slot until a synchronous handler's thread returns: it cannot be stopped."""
+        if not thread.done():
+            await asyncio.wait({thread, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
+            if not thread.done():
+                logger.warning(
+                    "%s: a synchronous handler of %s is still running and is left behind",
+                    self._consumer.channel,
+                    self._consumer.group,
+                    extra={"queue": self._consumer.channel, "consumer": self._consumer.group},
+                )
+
+    # -- leases ------------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        """Extend every lease that is held, three times in its length.
+
+        On backends that run in this loop a blocked loop blocks expiry too, and expiry waits until
+        overdue renewals have run; so this needs no thread.
+        """
+        lease = self._consumer.lease
+        while lease is not None:
+            await asyncio.sleep(lease / RENEWALS_PER_LEASE)
+            for job in list(self.held):
+                if job.lost or job not in self.held:
+                    continue
+                try:
+                    await self._subscription.extend(job.delivery, lease)
+                except (AckDeadlineExceeded, MessageNotFound):
+                    if job in self.held:
+                        self._lose(job)
+                except QueueError as error:
+                    logger.warning(
+                        "%s: a lease could not be renewed: %s", self._consumer.channel, error
+                    )
+
+    def _lose(self, job: Job) -> None:
+        job.lost = True
+        if job.task is not None:
+            job.task.cancel()
+
+    def _log_lost(self, job: Job) -> None:
+        logger.warning(
+            "%s: the lease of message %s was lost, its handler was stopped",
+            self._consumer.channel,
+            job.delivery.envelope.id,
+            extra={
+                "queue": self._consumer.channel,
+                "consumer": self._consumer.spec.consumer,
+                "message_id": job.delivery.envelope.id,
+                "attempt": job.delivery.envelope.attempt,
+            },
+        )
+
+
+def _current_task() -> asyncio.Task[None]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task

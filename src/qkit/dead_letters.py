@@ -1,0 +1,100 @@
+"""A channel's dead letters: look at them, send them again, throw them away."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+
+from qkit.backend import Admin
+from qkit.errors import QueueNotFound
+from qkit.message import DeadLetter, Envelope, Sent
+
+__all__ = ["DeadLetters"]
+
+REPLAY_GROUP = 100
+ALL = 1_000_000
+
+
+class DeadLetters:
+    """The dead letters of one channel, as ``service.dead_letters(name)`` gives them.
+
+    >>> async def give_them_another_chance(service):
+    ...     letters = service.dead_letters("orders")
+    ...     for letter in await letters.list(error="ConnectionError"):
+    ...         print(letter.message_id, letter.error, letter.attempts)
+    ...     return await letters.replay(error="ConnectionError")
+    """
+
+    def __init__(
+        self,
+        admin: Admin,
+        *,
+        channel: str,
+        queue: str,
+        send: Callable[[Sequence[Envelope]], Awaitable[list[Sent]]],
+    ) -> None:
+        self._admin = admin
+        self._channel = channel
+        self._queue = queue
+        self._send = send
+
+    async def list(
+        self,
+        limit: int = 100,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        ids: Collection[str] | None = None,
+    ) -> list[DeadLetter]:
+        """The oldest dead letters, up to ``limit``, without consuming them.
+
+        ``reason`` is one of ``Reason``; ``error`` matches the error's type, or a part of its text.
+        """
+        if limit < 1:
+            raise ValueError(f"limit={limit!r}: ask for one or more")
+        filtered = reason is not None or error is not None or ids is not None
+        try:
+            envelopes = await self._admin.peek(self._queue, ALL if filtered else limit)
+        except QueueNotFound:
+            return []  # it is made with the first dead letter, or by the first consumer
+        letters = (
+            replace(DeadLetter.from_envelope(item), channel=self._channel) for item in envelopes
+        )
+        return [letter for letter in letters if _matches(letter, reason, error, ids)][:limit]
+
+    async def replay(
+        self,
+        ids: Collection[str] | None = None,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        limit: int | None = None,
+    ) -> int:
+        """Send dead letters to their channel again, oldest first; return how many.
+
+        All of them, unless ``ids`` or a filter says which. A message keeps its id and starts over
+        at attempt 1. It is sent before it is removed here, so a crash in between duplicates it.
+        """
+        letters = await self.list(limit or ALL, reason=reason, error=error, ids=ids)
+        for start in range(0, len(letters), REPLAY_GROUP):
+            group = letters[start : start + REPLAY_GROUP]
+            await self._send([letter.to_replay() for letter in group])
+            await self._admin.remove(self._queue, [letter.message_id for letter in group])
+        return len(letters)
+
+    async def purge(self) -> int:
+        """Delete them all; return how many there were."""
+        try:
+            return await self._admin.purge(self._queue)
+        except QueueNotFound:
+            return 0
+
+
+def _matches(
+    letter: DeadLetter, reason: str | None, error: str | None, ids: Collection[str] | None
+) -> bool:
+    return (
+        (reason is None or letter.reason == reason)
+        and (error is None or error == letter.error_type or error in (letter.error or ""))
+        and (ids is None or letter.message_id in ids)
+    )

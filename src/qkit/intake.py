@@ -1,0 +1,121 @@
+"""Deliveries between the fetcher and the workers: who holds what, whose turn it is, how much fits.
+
+With key lanes, deliveries of one key follow each other: the next is offered when the one before
+it is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from qkit.backend import Delivery
+from qkit.executor import Job
+
+__all__ = ["Intake"]
+
+
+class Intake:
+    """The deliveries that one subscription holds.
+
+    An ``asyncio.Queue`` would cost more for each message and could neither take deliveries back
+    nor keep lanes.
+    """
+
+    def __init__(self, *, lanes: bool) -> None:
+        self.held: set[Job] = set()  # every unsettled delivery
+        self._ready: deque[Job] = deque()  # those that a worker may take
+        self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
+        self._parked: deque[asyncio.Future[None]] = deque()
+        self._closed = False
+
+    @property
+    def empty(self) -> bool:
+        """Whether a worker that asks now would have to wait."""
+        return not self._ready
+
+    def take(self, deliveries: Iterable[Delivery]) -> None:
+        """Hold these deliveries and offer them to the workers."""
+        for delivery in deliveries:
+            job = Job(delivery)
+            self.held.add(job)
+            key = delivery.envelope.key
+            if self._lanes is None or key is None:
+                self._offer(job)
+            elif key in self._lanes:
+                self._lanes[key].append(job)
+            else:
+                self._lanes[key] = deque()
+                self._offer(job)
+
+    async def next(self) -> Job | None:
+        """The next delivery to handle, held back until there is one; ``None`` when closed."""
+        while not self._ready:
+            if self._closed:
+                return None
+            await self._park()
+        return self._ready.popleft()
+
+    async def next_batch(self, size: int, wait: float) -> list[Job]:
+        """Up to ``size`` deliveries, gathered for ``wait`` seconds after the first; or none."""
+        first = await self.next()
+        if first is None:
+            return []
+        batch = [first]
+        try:
+            async with asyncio.timeout(wait):
+                while len(batch) < size and not self._closed:
+                    if self._ready:
+                        batch.append(self._ready.popleft())
+                    else:
+                        await self._park()
+        except TimeoutError:
+            pass
+        return batch
+
+    def finish(self, job: Job) -> None:
+        """The delivery is settled, or no longer ours: free its slot, and its lane for the next."""
+        self.held.discard(job)
+        key = job.delivery.envelope.key
+        if self._lanes is not None and key is not None and key in self._lanes:
+            if self._lanes[key]:
+                self._offer(self._lanes[key].popleft())
+            else:
+                del self._lanes[key]
+
+    def withdraw(self) -> list[Job]:
+        """Take back, still held, every delivery that no worker has started on."""
+        waiting = list(self._ready)
+        self._ready.clear()
+        for lane in (self._lanes or {}).values():
+            waiting += lane
+            lane.clear()
+        return waiting
+
+    def close(self) -> None:
+        """Let each worker end once nothing is ready for it."""
+        self._closed = True
+        while self._parked:
+            self._wake()
+
+    def _offer(self, job: Job) -> None:
+        self._ready.append(job)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._parked:
+            parked = self._parked.popleft()
+            if not parked.done():
+                parked.set_result(None)
+                return
+
+    async def _park(self) -> None:
+        parked = asyncio.get_running_loop().create_future()
+        self._parked.append(parked)
+        try:
+            await parked
+        except asyncio.CancelledError:
+            if parked.done() and not parked.cancelled():
+                self._wake()  # it was woken for a delivery: pass that on
+            raise

@@ -1,0 +1,353 @@
+"""What travels: envelopes, the message a handler sees, and the record of a dead letter.
+
+An ``Envelope`` is what crosses the backend boundary. Times in it are wall times, because it
+leaves the process; whoever waits for one of them turns it into monotonic time at the boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from qkit.errors import InvalidHeader, InvalidName
+
+__all__ = [
+    "CONTENT_ENCODING",
+    "CONTENT_TYPE",
+    "FIRST_FAILED_AT",
+    "GROUP",
+    "RESERVED_PREFIX",
+    "TRACEPARENT",
+    "DeadLetter",
+    "Envelope",
+    "Message",
+    "Reason",
+    "Sent",
+    "check_headers",
+    "check_name",
+    "new_id",
+    "sent_at",
+    "trace_id",
+]
+
+CONTENT_TYPE = "content-type"  # absent means application/json
+CONTENT_ENCODING = "content-encoding"
+TRACEPARENT = "traceparent"
+RESERVED_PREFIX = "qkit-"
+FIRST_FAILED_AT = "qkit-first-failed-at"
+GROUP = "qkit-group"  # on a topic: this copy is for that group alone (a replayed dead letter)
+
+MAX_HEADERS = 128
+MAX_HEADER_BYTES = 32_768
+MAX_ERROR_TEXT = 2_000
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")  # an HTTP token: legal everywhere
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
+
+
+class Sent(NamedTuple):
+    """What a send returns once the broker has confirmed it.
+
+    ``position`` counts the messages ahead at equal or higher priority; it is ``None`` where the
+    broker does not know, or the message is delayed.
+    """
+
+    message_id: str
+    position: int | None = None
+
+
+@dataclass(slots=True)
+class Envelope:
+    """A message as backends carry it.
+
+    ``not_before`` and ``expires_at`` are seconds since the epoch; ``attempt`` is 1 on the first
+    delivery and counts deliveries, so it is the backend's to fill in on receipt.
+
+    >>> Envelope(id="0190", body=b"{}").attempt
+    1
+    """
+
+    id: str
+    body: bytes
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    key: str | None = None
+    priority: int | None = None
+    not_before: float | None = None
+    expires_at: float | None = None
+    attempt: int = 1
+
+
+@dataclass(slots=True, frozen=True)
+class Message:
+    """A message as handlers and middleware see it, beside its decoded body.
+
+    ``body`` is the bytes as sent, after decompression; ``max_attempts`` is the channel's limit.
+
+    >>> message = Message(id="0190", channel="orders", body=b"{}", attempt=2)
+    >>> message.retry_count
+    1
+    """
+
+    id: str
+    channel: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    key: str | None = None
+    priority: int | None = None
+    attempt: int = 1
+    max_attempts: int = 1
+    expires_at: float | None = None
+
+    @property
+    def retry_count(self) -> int:
+        """How often the message was delivered before."""
+        return self.attempt - 1
+
+    @property
+    def sent_at(self) -> float | None:
+        """When it was sent, in seconds since the epoch; ``None`` if another program sent it."""
+        return sent_at(self.id)
+
+    @property
+    def trace_id(self) -> str | None:
+        """The W3C trace it belongs to, if its sender was traced."""
+        return trace_id(self.headers)
+
+    def replace(self, *, body: bytes) -> Message:
+        """A copy with another body, for middleware that decrypts or rewrites."""
+        return replace(self, body=body)
+
+
+class Reason(StrEnum):
+    """Why a message became a dead letter."""
+
+    MAX_RETRIES_EXCEEDED = "MaxRetriesExceeded"
+    EXPLICIT_NACK = "ExplicitNack"
+    TTL_EXPIRED = "TTLExpired"
+    UNDECODABLE = "Undecodable"
+
+
+_DEAD_CHANNEL = "qkit-dead-channel"
+_DEAD_REASON = "qkit-dead-reason"
+_DEAD_ERROR_TYPE = "qkit-dead-error-type"
+_DEAD_ERROR = "qkit-dead-error"
+_DEAD_ATTEMPTS = "qkit-dead-attempts"
+_DEAD_AT = "qkit-dead-at"
+
+
+@dataclass(slots=True, frozen=True)
+class DeadLetter:
+    """The same record on every backend: what failed, why, how often, and the untouched body.
+
+    On the wire it is an envelope: the message as it was, with the facts in ``qkit-dead-*``
+    headers, so that any tool of the broker can show them.
+
+    >>> letter = DeadLetter.of(
+    ...     Envelope(id="0190", body=b"{}"), channel="orders", reason=Reason.EXPLICIT_NACK,
+    ...     error=ValueError("negative total"), at=1_700_000_000.0)
+    >>> DeadLetter.from_envelope(letter.to_envelope()) == letter
+    True
+    """
+
+    message_id: str
+    channel: str
+    group: str | None
+    reason: str
+    error_type: str | None
+    error: str | None
+    attempts: int
+    first_failed_at: float
+    last_failed_at: float
+    trace_id: str | None
+    body: bytes
+    headers: Mapping[str, str]
+    key: str | None = None
+    priority: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        envelope: Envelope,
+        *,
+        channel: str,
+        reason: Reason,
+        at: float,
+        error: BaseException | None = None,
+        group: str | None = None,
+    ) -> DeadLetter:
+        """The record of ``envelope``'s final failure at the wall time ``at``."""
+        headers = dict(envelope.headers)
+        first = _number(headers.pop(FIRST_FAILED_AT, None), at)
+        headers.pop(GROUP, None)
+        return cls(
+            message_id=envelope.id,
+            channel=channel,
+            group=group,
+            reason=reason,
+            error_type=type(error).__qualname__ if error is not None else None,
+            error=_one_line(str(error)) if error is not None else None,
+            attempts=envelope.attempt,
+            first_failed_at=first,
+            last_failed_at=at,
+            trace_id=trace_id(headers),
+            body=envelope.body,
+            headers=headers,
+            key=envelope.key,
+            priority=envelope.priority,
+        )
+
+    def to_envelope(self) -> Envelope:
+        """The record as it lies in the dead-letter queue; it never expires or waits there."""
+        headers = dict(self.headers)
+        headers[_DEAD_CHANNEL] = self.channel
+        headers[_DEAD_REASON] = self.reason
+        headers[_DEAD_ATTEMPTS] = str(self.attempts)
+        headers[_DEAD_AT] = repr(self.last_failed_at)
+        headers[FIRST_FAILED_AT] = repr(self.first_failed_at)
+        if self.group is not None:
+            headers[GROUP] = self.group
+        if self.error_type is not None:
+            headers[_DEAD_ERROR_TYPE] = self.error_type
+        if self.error is not None:
+            headers[_DEAD_ERROR] = self.error
+        return Envelope(self.message_id, self.body, headers, key=self.key, priority=self.priority)
+
+    @classmethod
+    def from_envelope(cls, envelope: Envelope, *, channel: str = "") -> DeadLetter:
+        """Read a record back, also one that another program put there (then most is unknown)."""
+        headers = dict(envelope.headers)
+        at = _number(headers.pop(_DEAD_AT, None), sent_at(envelope.id) or 0.0)
+        return cls(
+            message_id=envelope.id,
+            channel=headers.pop(_DEAD_CHANNEL, channel),
+            group=headers.pop(GROUP, None),
+            reason=headers.pop(_DEAD_REASON, "Unknown"),
+            error_type=headers.pop(_DEAD_ERROR_TYPE, None),
+            error=headers.pop(_DEAD_ERROR, None),
+            attempts=int(_number(headers.pop(_DEAD_ATTEMPTS, None), 1)),
+            first_failed_at=_number(headers.pop(FIRST_FAILED_AT, None), at),
+            last_failed_at=at,
+            trace_id=trace_id(headers),
+            body=envelope.body,
+            headers=headers,
+            key=envelope.key,
+            priority=envelope.priority,
+        )
+
+    def to_replay(self) -> Envelope:
+        """The message as it will be sent again: same id, first attempt, no trace of the failure.
+
+        Its expiry is gone: a person who replays an expired message wants it handled.
+        """
+        headers = dict(self.headers)
+        if self.group is not None:
+            headers[GROUP] = self.group
+        return Envelope(self.message_id, self.body, headers, key=self.key, priority=self.priority)
+
+
+def check_name(name: str, what: str = "channel") -> str:
+    """Return ``name`` if every broker can carry it, else raise ``InvalidName``.
+
+    >>> check_name("orders.eu-1")
+    'orders.eu-1'
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in {".", ".."}:
+        shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:77]}…"
+        raise InvalidName(
+            f"{shown} is no {what} name: use 1–200 characters of A-Z a-z 0-9 . _ - "
+            "(other than '.' and '..'), so that every broker can carry it"
+        )
+    return name
+
+
+def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return a copy of a caller's ``headers`` if they can travel, else raise ``InvalidHeader``."""
+    if not isinstance(headers, Mapping):
+        raise InvalidHeader(f"headers are a mapping of str to str, not {type(headers).__name__}")
+    if len(headers) > MAX_HEADERS:
+        raise InvalidHeader(f"{len(headers)} headers: {MAX_HEADERS} at most; put data in the body")
+    size = 0
+    for name, value in headers.items():
+        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+            raise InvalidHeader(f"header name {name!r:.80}: use letters, digits and - _ . only")
+        if name.lower().startswith(RESERVED_PREFIX):
+            raise InvalidHeader(f"header {name!r}: names beginning with 'qkit-' are qkit's own")
+        if not isinstance(value, str):
+            raise InvalidHeader(
+                f"header {name!r} has a value of type {type(value).__name__}: pass a str, "
+                "and let Annotated[…, Header()] convert it in the handler"
+            )
+        if _CONTROL.search(value):
+            raise InvalidHeader(f"header {name!r} holds a control character: encode its value")
+        size += len(name) + len(value.encode("utf-8", "surrogatepass"))
+    if size > MAX_HEADER_BYTES:
+        raise InvalidHeader(f"{size} bytes of headers: {MAX_HEADER_BYTES} at most; use the body")
+    return dict(headers)
+
+
+class _Ids:
+    """UUIDv7s without dashes: they sort by time, and within one process by order of creation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reseed()
+
+    def reseed(self) -> None:
+        """Forget the past; a forked child must not go on with its parent's numbers."""
+        self._lock = threading.Lock()
+        self._millisecond = 0
+        self._tail = 0
+
+    def next(self) -> str:
+        now = time.time_ns() // 1_000_000
+        with self._lock:
+            if now > self._millisecond:
+                self._millisecond = now
+                # 72 random bits with room above them, counted up within the millisecond.
+                self._tail = int.from_bytes(os.urandom(9)) >> 1
+            else:
+                self._tail += 1
+            millisecond, tail = self._millisecond, self._tail
+        high, low = tail >> 60 & 0xFFF, tail & 0xFFF_FFFF_FFFF_FFFF
+        return f"{millisecond:012x}7{high:03x}{low | 0x8000_0000_0000_0000:016x}"
+
+
+_ids = _Ids()
+new_id = _ids.next
+os.register_at_fork(after_in_child=_ids.reseed)
+
+
+def sent_at(message_id: str) -> float | None:
+    """The wall time inside one of qkit's ids; ``None`` for an id of another making."""
+    if len(message_id) != 32 or message_id[12] != "7":
+        return None
+    try:
+        return int(message_id[:12], 16) / 1000
+    except ValueError:
+        return None
+
+
+def trace_id(headers: Mapping[str, str]) -> str | None:
+    """The trace id inside a ``traceparent`` header."""
+    parts = headers.get(TRACEPARENT, "").split("-")
+    return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
+
+
+def _number(text: str | None, default: float) -> float:
+    try:
+        return float(text) if text is not None else default
+    except ValueError:
+        return default
+
+
+def _one_line(text: str) -> str:
+    """An error's text as a header can hold it: bounded, control characters made visible."""
+    escaped = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return escaped if len(escaped) <= MAX_ERROR_TEXT else f"{escaped[: MAX_ERROR_TEXT - 1]}…"

@@ -1,0 +1,116 @@
+"""From what a caller passes to ``send`` to the envelope that leaves, with every check before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TypedDict
+
+from qkit.clock import Clock
+from qkit.errors import InvalidPriority, Unsupported
+from qkit.message import Envelope, check_headers, new_id
+from qkit.routes import Route
+
+__all__ = ["SendOptions", "make_envelope"]
+
+MAX_KEY = 1_024
+
+
+class SendOptions(TypedDict, total=False):
+    """What a send may say beside its body."""
+
+    priority: int | None
+    """0 is the lowest; the channel's ``max_priority`` (9 unless configured) the highest."""
+    delay: float | None
+    """Seconds before the message may be delivered."""
+    ttl: float | None
+    """Seconds after which it expires, unless a handler has begun with it."""
+    key: str | None
+    """What must stay in order on an ``ordered`` channel; the partition on Kafka."""
+    headers: Mapping[str, str] | None
+    """Facts beside the body, for handlers and other programs."""
+
+
+def make_envelope(
+    route: Route,
+    body: object,
+    clock: Clock,
+    *,
+    can_delay: bool,
+    priority: int | None = None,
+    delay: float | None = None,
+    ttl: float | None = None,
+    key: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Envelope:
+    """Check everything and encode the body; raises before anything has left the process."""
+    data, added = route.codec.encode(body)
+    envelope = Envelope(
+        new_id(), data, added if headers is None else check_headers(headers) | added
+    )
+    if priority is not None:
+        envelope.priority = _priority(route, priority)
+    if key is not None:
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY:
+            raise ValueError(f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY} characters")
+        envelope.key = key
+    ttl = route.ttl if ttl is None else ttl
+    if delay is not None or ttl is not None:
+        _schedule(envelope, route, clock, delay, ttl, can_delay=can_delay)
+    return envelope
+
+
+def _priority(route: Route, priority: int) -> int:
+    if route.max_priority is None:
+        raise Unsupported(
+            f"{route.name!r} has no priorities on this backend; send to one channel per urgency",
+            operation="send",
+            queue=route.name,
+        )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidPriority(
+            f"priority={priority!r:.40}: a whole number from 0 to {route.max_priority}",
+            queue=route.name,
+        )
+    if not 0 <= priority <= route.max_priority:
+        raise InvalidPriority(
+            f"priority={priority}: {route.name!r} takes 0 (lowest) to {route.max_priority}; "
+            "raise max_priority to have more",
+            queue=route.name,
+        )
+    return priority
+
+
+def _schedule(
+    envelope: Envelope,
+    route: Route,
+    clock: Clock,
+    delay: float | None,
+    ttl: float | None,
+    *,
+    can_delay: bool,
+) -> None:
+    _check_seconds("delay", delay, zero=True)
+    _check_seconds("ttl", ttl, zero=False)
+    if delay and not can_delay:
+        raise Unsupported(
+            f"{route.name!r}: this backend cannot delay a message; send it when it is due",
+            operation="send",
+            queue=route.name,
+        )
+    if delay is not None and ttl is not None and delay >= ttl:
+        raise ValueError(
+            f"delay={delay:g} is not less than ttl={ttl:g}: the message would expire unseen"
+        )
+    now = clock.time()
+    envelope.not_before = now + delay if delay else None
+    envelope.expires_at = now + ttl if ttl is not None else None
+
+
+def _check_seconds(name: str, value: float | None, *, zero: bool) -> None:
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        wanted = "zero or more" if zero else "more than zero"
+        raise ValueError(f"{name}={value!r:.40}: a number of seconds, {wanted}")

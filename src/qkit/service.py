@@ -1,0 +1,729 @@
+"""``QueueService``: register handlers, send messages, consume, and come down gracefully.
+
+The only module that knows both the policies and the backends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal, Self, TypeVar, Unpack, cast, overload
+
+from qkit.backend import (
+    Admin,
+    Backend,
+    Capabilities,
+    DeadLetterSource,
+    QueueStats,
+    SubscriptionSpec,
+)
+from qkit.breaker import CircuitBreaker
+from qkit.channel import Channel, Middleware
+from qkit.clock import Clock, SystemClock
+from qkit.config import Settings
+from qkit.consumer import Consumer
+from qkit.dead_letters import DeadLetters
+from qkit.errors import LifecycleError, PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.events import (
+    DeadLettered,
+    EventName,
+    Events,
+    Reconnected,
+    Retried,
+    ShutDown,
+    StateChanged,
+)
+from qkit.executor import Executor
+from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
+from qkit.logs import logger
+from qkit.message import DeadLetter, Envelope, Message, Sent, check_name
+from qkit.opening import open_backend
+from qkit.outgoing import SendOptions, make_envelope
+from qkit.registry import Handler, Registry
+from qkit.retry import Backoff
+from qkit.routes import Route, Routes
+from qkit.sending import Sender
+from qkit.settlement import Settlement, record_death
+from qkit.signals import catch
+from qkit.telemetry import Telemetry
+from qkit.threads import HandlerThreads
+
+__all__ = ["QueueService"]
+
+T = TypeVar("T")
+State = Literal["new", "starting", "running", "stopping", "closed"]
+
+SEND_GROUP = 500
+PING_EVERY = 2.0
+CLOSE_TIMEOUT = 5.0
+
+
+class QueueService:
+    """One service: its handlers, its sends, its connection.
+
+    ``settings`` default to the environment's; ``backend`` replaces the one they would open;
+    ``middleware`` is wrapped around every handler, the first outermost.
+
+    >>> import asyncio
+    >>> from qkit import QueueService, Settings, consume
+    >>> @consume("greetings")
+    ... async def greet(name: str) -> None:
+    ...     print(f"hello {name}")
+    ...     service.stop()
+    >>> service = QueueService(Settings(type="native"))
+    >>> service.register(greet)
+    >>> async def main() -> None:
+    ...     async with service:
+    ...         await service.send("greetings", "world")
+    ...         await service.run()
+    >>> asyncio.run(main())
+    hello world
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        *,
+        backend: Backend | None = None,
+        middleware: Sequence[Middleware] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = settings if settings is not None else Settings()
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._backend = backend or open_backend(self.settings, self._clock)
+        self._registry = Registry()
+        self._counters = Counters()
+        self._events = Events()
+        self._telemetry = Telemetry(self._backend.name)
+        self._connection = Connection(self._events, self._clock, self._backend.name)
+        self._breaker = CircuitBreaker(
+            failure_threshold=self.settings.breaker.failure_threshold,
+            recovery_timeout=self.settings.breaker.recovery_timeout,
+            clock=self._clock,
+        )
+        self._sender = Sender(
+            self._backend,
+            breaker=self._breaker,
+            connection=self._connection,
+            backoff=Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1),
+            timeout=self.settings.send_timeout,
+        )
+        self._routes = Routes(
+            self.settings,
+            self._backend.capabilities,
+            self._registry,
+            self._counters,
+            middleware,
+            self._backend.name,
+        )
+        self._can_delay = bool(self._backend.capabilities.delay)
+        self._threads = HandlerThreads()
+        self._state: State = "new"
+        self._consumers: dict[Consumer, asyncio.Task[None]] = {}
+        self._monitor: asyncio.Task[None] | None = None
+        self._life = asyncio.Lock()  # start and shutdown, one after the other
+        self._declaring = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    # -- setting up --------------------------------------------------------------------------
+
+    def register(self, target: object) -> None:
+        """Add handlers: an instance of a ``@channel`` class, a function, or a module of them.
+
+        Raises ``HandlerError`` for a signature that cannot be filled, ``ConfigError`` for
+        contradicting declarations, ``LifecycleError`` once the service has started.
+        """
+        if self._state != "new":
+            raise LifecycleError(
+                f"register() on a service that is {self._state}: register every handler before "
+                "start, or make a new service",
+                operation="register",
+            )
+        self._registry.add(target)
+
+    def declare(self, channel: Channel[T]) -> None:
+        """Make a channel known before it is used, so that it is declared at start."""
+        self._registry.declare(cast("Channel[object]", channel))
+
+    @property
+    def handlers(self) -> list[Handler]:
+        """Every registered handler with its metadata."""
+        return list(self._registry.handlers)
+
+    @overload
+    def on(
+        self, event: Literal["state_change"], listener: Callable[[StateChanged], object]
+    ) -> None: ...
+    @overload
+    def on(
+        self, event: Literal["reconnected"], listener: Callable[[Reconnected], object]
+    ) -> None: ...
+    @overload
+    def on(self, event: Literal["retry"], listener: Callable[[Retried], object]) -> None: ...
+    @overload
+    def on(
+        self, event: Literal["dead_letter"], listener: Callable[[DeadLettered], object]
+    ) -> None: ...
+    @overload
+    def on(self, event: Literal["shutdown"], listener: Callable[[ShutDown], object]) -> None: ...
+    def on(self, event: EventName, listener: Callable[..., object]) -> None:
+        """Call ``listener`` with each event of that name; it may be a coroutine function.
+
+        What it raises is logged and changes nothing.
+        """
+        self._events.on(event, listener)
+
+    # -- life --------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect, declare every channel and begin to consume; idempotent.
+
+        Raises ``ConfigError`` or ``Unsupported`` for what cannot work, before connecting, and
+        ``BackendUnavailable`` if the broker cannot be reached; then it may be tried again.
+        """
+        async with self._life:
+            if self._state == "running":
+                return
+            self._require("start", "new")
+            planned = self._plan()
+            self._state = "starting"
+            self._connection.move(ConnectionState.CONNECTING)
+            try:
+                await self._open(planned)
+            except BaseException as error:
+                self._connection.failed(error)
+                await self._close_consumers()
+                await self._backend.aclose()
+                self._state = "new"
+                raise
+            self._state = "running"
+
+    def _plan(self) -> list[tuple[Route, Handler]]:
+        """Everything that can be refused is refused here, before any connection is tried."""
+        planned: list[tuple[Route, Handler]] = []
+        for channel in list(self._registry.channels.values()):
+            self._routes.of(channel)
+        for handler in self._registry.handlers:
+            route = self._routes.of(self._registry.channels[handler.channel])
+            self._routes.check_handler(route, handler)
+            self._routes.prefetch(route, handler)
+            planned.append((route, handler))
+        return planned
+
+    async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
+        self._telemetry.start()
+        await self._backend.start()
+        self._connection.move(ConnectionState.CONNECTED)
+        if not self._backend.capabilities.durable:
+            logger.warning(
+                "%s is not durable: what it holds is lost when it ends", self._backend.name
+            )
+        if isinstance(self._backend, DeadLetterSource):
+            self._backend.on_dead_letter(self._died_in_backend)
+        for route in self._routes.known():
+            await self._declare(route)
+        for route, handler in planned:
+            consumer = self._consumer(route, handler)
+            self._consumers[consumer] = asyncio.create_task(
+                consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
+            )
+        self._monitor = asyncio.create_task(self._watch(), name="qkit monitor")
+        ready = [asyncio.ensure_future(consumer.ready.wait()) for consumer in self._consumers]
+        if ready:
+            _, late = await asyncio.wait(ready, timeout=self.settings.send_timeout)
+            for waiting in late:  # the consumer itself goes on trying
+                waiting.cancel()
+
+    def _consumer(self, route: Route, handler: Handler) -> Consumer:
+        consumer_name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
+        settlement = Settlement(
+            channel=route.name,
+            group=handler.group,
+            consumer=consumer_name,
+            broadcast=route.broadcast,
+            write=self._writer(route),
+            ordered=route.ordered,
+            timeout=self.settings.send_timeout,
+            counters=route.counters,
+            events=self._events,
+            connection=self._connection,
+            clock=self._clock,
+        )
+        executor = Executor(
+            handler,
+            codec=self._routes.codec(handler.body_type),
+            policy=route.policy,
+            middleware=route.middleware,
+            telemetry=self._telemetry,
+            threads=self._threads,
+            clock=self._clock,
+            max_bytes=self.settings.max_message_bytes,
+            on_retry=settlement.retrying,
+        )
+        return Consumer(
+            backend=self._backend,
+            spec=SubscriptionSpec(
+                queue=route.queue,
+                group=handler.group,
+                consumer=consumer_name,
+                prefetch=self._routes.prefetch(route, handler),
+                broadcast=route.broadcast,
+                ack_deadline=route.ack_deadline,
+            ),
+            executor=executor,
+            settlement=settlement,
+            counters=route.counters,
+            connection=self._connection,
+            clock=self._clock,
+            ordered=route.ordered,
+            lease=route.ack_deadline,
+        )
+
+    def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+        letters = route.dead_letter
+        if letters is None:
+            return None
+
+        async def write(letter: DeadLetter) -> None:
+            await self._sender.send(letters.name, [letter.to_envelope()])
+
+        return write
+
+    async def run(self) -> None:
+        """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed.
+
+        A second signal forces: handlers are cancelled at once and their messages given back.
+        """
+        await self.start()
+        loop = asyncio.get_running_loop()
+
+        def first(name: str) -> None:
+            logger.info("%s: shutting down, a second signal forces", name)
+            loop.call_soon_threadsafe(self.stop)
+
+        def second(name: str) -> None:
+            logger.warning("%s again: not waiting for handlers", name)
+            loop.call_soon_threadsafe(self.force)
+
+        with catch(first, second):
+            try:
+                await self._stop.wait()
+            finally:
+                await self.shutdown()
+
+    def stop(self) -> None:
+        """Ask ``run`` to end, from a handler or a listener; returns at once."""
+        self._stop.set()
+
+    def force(self) -> None:
+        """Do not wait for handlers any longer in a shutdown: what the second signal does."""
+        self._force.set()
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """Come down in order: stop fetching, finish handlers, flush, close; idempotent.
+
+        Handlers get ``timeout`` seconds (default ``shutdown.timeout``); those that are not done
+        by then are cancelled and their messages given back with no attempt charged.
+        """
+        self._stop.set()
+        task = asyncio.ensure_future(self._shut_down(timeout))
+        # Coming down is not to be cut short: a caller that is cancelled waits for the end of it.
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
+    async def _shut_down(self, timeout: float | None) -> None:
+        async with self._life:
+            if self._state in ("new", "closed"):
+                self._state = "closed"
+                return
+            self._state = "stopping"  # readiness is false from here on
+            self._connection.move(ConnectionState.CLOSING)
+            abandoned = await self._drain(
+                self.settings.shutdown.timeout if timeout is None else timeout
+            )
+            await self._close_consumers()
+            await self._sender.drain()
+            self._threads.close()
+            try:
+                async with asyncio.timeout(CLOSE_TIMEOUT):
+                    await self._backend.aclose()
+            except (QueueError, TimeoutError) as error:
+                logger.warning("%s did not close cleanly: %s", self._backend.name, error)
+            self._state = "closed"
+            self._connection.move(ConnectionState.CLOSED)
+            logger.info("shut down, %d handlers abandoned", abandoned)
+            self._events.emit(ShutDown(abandoned))
+            await self._events.drain(CLOSE_TIMEOUT)
+
+    async def _drain(self, timeout: float) -> int:
+        """Stop fetching, wait for handlers up to the deadline, cancel the rest; how many."""
+        for consumer in self._consumers:
+            consumer.stop()
+        working = set(self._consumers.values())
+        force = asyncio.ensure_future(self._force.wait())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while working and not force.done() and (left := deadline - loop.time()) > 0:
+            done, _ = await asyncio.wait(
+                {*working, force}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            working -= done
+        force.cancel()
+        abandoned = sum(consumer.abandon() for consumer in self._consumers)
+        if abandoned:
+            logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
+        return abandoned
+
+    async def _close_consumers(self) -> None:
+        """Wait for consumers to give back what they hold; cancel one that does not come to it."""
+        tasks = set(self._consumers.values())
+        if self._monitor is not None:
+            self._monitor.cancel()
+            await asyncio.wait({self._monitor})
+        for consumer in self._consumers:
+            consumer.stop()
+            consumer.abandon()
+        for _ in range(3):
+            if not tasks:
+                break
+            _, tasks = await asyncio.wait(tasks, timeout=1.0)
+            for task in tasks:
+                task.cancel()
+        for task in tasks:
+            logger.error("%s: its handler ignores cancellation and is left behind", task.get_name())
+        self._consumers.clear()
+
+    async def __aenter__(self) -> Self:
+        """``start``."""
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """``shutdown``."""
+        await self.shutdown()
+
+    # -- sending -----------------------------------------------------------------------------
+
+    @overload
+    async def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
+    @overload
+    async def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
+    async def send(
+        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        """Send one message to a queue; returns once the broker has confirmed it.
+
+        ``options`` are ``priority``, ``delay`` and ``ttl`` in seconds, ``key`` and ``headers``.
+
+        >>> async def place(service: QueueService) -> None:
+        ...     sent = await service.send("orders", {"id": 1}, priority=8, delay=2.5, ttl=60)
+        ...     print(sent.message_id, sent.position)
+
+        Raises ``InvalidBody``, ``InvalidPriority``, ``InvalidHeader``, ``PayloadTooLarge`` and
+        ``ValueError`` before anything leaves; ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and
+        ``BackendUnavailable`` after.
+        """
+        route = await self._route(channel, "send")
+        return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
+
+    @overload
+    async def publish(
+        self, channel: Channel[T], body: T, **options: Unpack[SendOptions]
+    ) -> Sent: ...
+    @overload
+    async def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
+    async def publish(
+        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        """Broadcast one message: every group of the topic gets a copy. Options as for ``send``."""
+        route = await self._route(channel, "publish")
+        return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
+
+    @overload
+    async def send_many(
+        self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
+    ) -> list[Sent]: ...
+    @overload
+    async def send_many(
+        self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
+    ) -> list[Sent]: ...
+    async def send_many(
+        self,
+        channel: Channel[T] | str,
+        bodies: Iterable[T] | Iterable[object],
+        **options: Unpack[SendOptions],
+    ) -> list[Sent]:
+        """Send many messages with the same options, in as few round trips as the broker allows.
+
+        Every body is checked before the first leaves. Raises ``PartialSend`` when only some were
+        accepted: its ``results`` has a ``Sent`` or an error for each.
+        """
+        route = await self._route(channel, "send")
+        envelopes = [self._envelope(route, body, options) for body in bodies]
+        results: list[Sent | QueueError] = []
+        for start in range(0, len(envelopes), SEND_GROUP):
+            group = envelopes[start : start + SEND_GROUP]
+            try:
+                results += await self._hand_over(route, group)
+            except PartialSend as error:
+                results += error.results
+            except QueueError as error:
+                if start == 0:
+                    raise  # nothing was accepted: the plain error says more
+                results += [error] * (len(envelopes) - start)
+                break
+        sent = [item for item in results if isinstance(item, Sent)]
+        if len(sent) < len(envelopes):
+            raise PartialSend(
+                f"{len(sent)} of {len(envelopes)} messages were accepted; see .results",
+                results,
+                backend=self._backend.name,
+                operation="send_many",
+                queue=route.name,
+            )
+        return sent
+
+    def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
+        try:
+            return make_envelope(route, body, self._clock, can_delay=self._can_delay, **options)
+        except QueueError as error:
+            error.located(backend=self._backend.name, operation="send", queue=route.name)
+            raise
+
+    async def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
+        """The channel's route, declared on the broker; the wrong verb is refused."""
+        if self._state not in ("running", "stopping"):
+            self._require(verb, "running")
+        name = channel if isinstance(channel, str) else channel.name
+        route = self._routes.get(name)
+        if route is None or not isinstance(channel, str):
+            route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
+        if route.broadcast is not (verb == "publish"):
+            kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
+            raise Unsupported(
+                f"{name!r} is a {kind}: use service.{right}(…)",
+                backend=self._backend.name,
+                operation=verb,
+                queue=name,
+            )
+        if not route.declared:
+            await self._declare(route)
+        return route
+
+    def _channel(self, channel: Channel[T] | str, *, broadcast: bool) -> Channel[object]:
+        if not isinstance(channel, str):
+            return cast("Channel[object]", channel)
+        known = self._registry.channels.get(channel)
+        if known is not None:
+            return known
+        return Channel(channel, broadcast=True) if broadcast else Channel(channel)
+
+    async def _declare(self, route: Route) -> None:
+        async with self._declaring:
+            if route.declared:
+                return
+            if route.dead_letter is not None:
+                await self._backend.declare(route.dead_letter)
+            await self._backend.declare(route.spec)
+            route.declared = True
+
+    async def _hand_over(self, route: Route, envelopes: list[Envelope]) -> list[Sent]:
+        try:
+            if self._telemetry.enabled:
+                with self._telemetry.sending(route.name, envelopes):
+                    sent = await self._sender.send(route.queue, envelopes)
+            else:
+                sent = await self._sender.send(route.queue, envelopes)
+        except PartialSend as error:
+            route.counters.sent += sum(isinstance(item, Sent) for item in error.results)
+            raise
+        route.counters.sent += len(sent)
+        return sent
+
+    # -- steering ----------------------------------------------------------------------------
+
+    def pause(self, channel: str) -> None:
+        """Start no more handlers of a channel until ``resume``; running ones go on."""
+        for consumer in self._consumers_of(channel, "pause"):
+            consumer.pause()
+
+    def resume(self, channel: str) -> None:
+        """Consume a channel again, also one that rests because a dependency was unavailable."""
+        for consumer in self._consumers_of(channel, "resume"):
+            consumer.resume()
+
+    def _consumers_of(self, channel: str, operation: str) -> list[Consumer]:
+        self._require(operation, "running")
+        found = [consumer for consumer in self._consumers if consumer.channel == channel]
+        if not found:
+            raise QueueNotFound(
+                f"this service does not consume {channel!r}; it consumes "
+                f"{', '.join(sorted({item.channel for item in self._consumers})) or 'nothing'}",
+                operation=operation,
+                queue=channel,
+            )
+        return found
+
+    # -- watching ----------------------------------------------------------------------------
+
+    @property
+    def connection_state(self) -> ConnectionState:
+        """Where the connection to the broker stands."""
+        return self._connection.state
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the chosen backend can do."""
+        return self._backend.capabilities
+
+    @property
+    def ready(self) -> bool:
+        """Whether the service does its work: started, connected, every consumer alive."""
+        return self.health_check().status == "healthy"
+
+    def health_check(self) -> Health:
+        """How the service is doing. Costs nothing: the connection is watched in the background."""
+        consumers = [consumer.health() for consumer in self._consumers]
+        alive = not any(task.done() for task in self._consumers.values()) and not any(
+            consumer.state in ("reconnecting", "starting") for consumer in consumers
+        )
+        connected = self._connection.state is ConnectionState.CONNECTED
+        return Health(
+            status="healthy" if self._state == "running" and connected and alive else "unhealthy",
+            connection_state=self._connection.state,
+            durable=bool(self._backend.capabilities.durable),
+            breaker=str(self._breaker.state),
+            last_success_at=self._connection.last_success_at,
+            last_error=self._connection.last_error,
+            disconnected_at=self._connection.disconnected_at,
+            consumers=consumers,
+        )
+
+    def metrics(self) -> Metrics:
+        """The counters, together and for each channel."""
+        return self._counters.snapshot()
+
+    async def _watch(self) -> None:
+        """Ask the broker now and then, so that health is true also while nothing is sent."""
+        while True:
+            await asyncio.sleep(PING_EVERY)
+            try:
+                async with asyncio.timeout(PING_EVERY):
+                    await self._backend.ping()
+            except (QueueError, TimeoutError) as error:
+                self._connection.failed(error)
+            else:
+                self._connection.worked()
+
+    def _died_in_backend(self, letter: DeadLetter) -> None:
+        """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
+        for route in self._routes.known():
+            if route.queue == letter.channel:
+                record_death(
+                    replace(letter, channel=route.name),
+                    kept=route.dead_letter is not None,
+                    counters=route.counters,
+                    events=self._events,
+                    consumer=letter.group or route.name,
+                )
+
+    # -- administration ----------------------------------------------------------------------
+
+    async def queues(self) -> list[str]:
+        """The names of all queues, or where the broker cannot list them, of those in use here."""
+        prefix = self.settings.prefix
+        names = await self._admin("queues").queues()
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    async def stats(self, name: str) -> QueueStats:
+        """A queue's depth and counters; ``QueueNotFound`` if there is no such queue."""
+        stats = await self._admin("stats", name, "depth").stats(self._queue(name))
+        return replace(stats, queue=name)
+
+    async def peek(self, name: str, limit: int = 10) -> list[Message]:
+        """The next messages in the order of delivery, without consuming them."""
+        found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
+        return [
+            Message(
+                id=item.id,
+                channel=name,
+                body=item.body,
+                headers=item.headers,
+                key=item.key,
+                priority=item.priority,
+                attempt=item.attempt,
+                expires_at=item.expires_at,
+            )
+            for item in found
+        ]
+
+    async def purge(self, name: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return await self._admin("purge", name, "purge").purge(self._queue(name))
+
+    async def delete(self, name: str) -> None:
+        """Delete a queue with all that is in it. The next send declares it anew."""
+        await self._admin("delete", name, "delete").delete(self._queue(name))
+        route = self._routes.get(name)
+        if route is not None:
+            route.declared = False
+
+    def dead_letters(self, name: str) -> DeadLetters:
+        """A channel's dead letters: ``list``, ``replay``, ``purge``."""
+        admin = self._admin("dead_letters", name, "dead_letters")
+
+        async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
+            known = self._registry.channels.get(name)
+            route = self._routes.of(known if known is not None else Channel(name))
+            if not route.declared:
+                await self._declare(route)
+            return await self._hand_over(route, list(envelopes))
+
+        return DeadLetters(
+            admin,
+            channel=name,
+            queue=self._queue(self.settings.dead_letter_name(name)),
+            send=send_again,
+        )
+
+    def _queue(self, name: str) -> str:
+        return self.settings.broker_name(check_name(name))
+
+    def _admin(self, operation: str, name: str | None = None, feature: str | None = None) -> Admin:
+        self._require(operation, "running")
+        able = feature is None or self._backend.capabilities.supports(feature)
+        if not able or not isinstance(self._backend, Admin):
+            raise Unsupported(
+                f"{self._backend.name} offers no {operation}",
+                backend=self._backend.name,
+                operation=operation,
+                queue=name,
+            )
+        return self._backend
+
+    def _require(self, operation: str, state: State) -> None:
+        if self._state == state:
+            return
+        advice = {
+            "new": "start it first: `async with service:` or `await service.start()`",
+            "starting": "wait until start() has returned",
+            "running": "it runs already",
+            "stopping": "it is shutting down",
+            "closed": "it was shut down, and a service starts once: make a new QueueService",
+        }[self._state]
+        raise LifecycleError(
+            f"{operation}() on a service that is {self._state}: {advice}", operation=operation
+        )

@@ -1,0 +1,207 @@
+"""The one place where a delivery is settled: acknowledged, released or made a dead letter.
+
+Durable copy before ack: a dead letter is written and confirmed before its message is
+acknowledged, so a crash between the two duplicates and never loses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import assert_never
+
+from qkit.backend import Delivery, Subscription
+from qkit.clock import Clock
+from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, Signal
+from qkit.events import DeadLettered, Events, Retried
+from qkit.executor import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
+from qkit.health import ChannelCounters, Connection
+from qkit.logs import logger
+from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope
+
+__all__ = ["Settlement"]
+
+WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
+
+
+class Settlement:
+    """Settles one consumer's deliveries and tells of every failure.
+
+    ``write`` puts a dead letter where it belongs and returns once it is confirmed; it is ``None``
+    where the channel keeps none.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: str,
+        group: str,
+        consumer: str,
+        broadcast: bool,
+        write: WriteDeadLetter | None,
+        ordered: bool,
+        timeout: float,
+        counters: ChannelCounters,
+        events: Events,
+        connection: Connection,
+        clock: Clock,
+    ) -> None:
+        self._channel = channel
+        self._group = group
+        self._broadcast = broadcast
+        self._consumer = consumer
+        self._write = write
+        self._ordered = ordered
+        self._timeout = timeout
+        self._counters = counters
+        self._events = events
+        self._connection = connection
+        self._clock = clock
+        self.last_settle_at: float | None = None
+
+    async def settle(
+        self, subscription: Subscription, delivery: Delivery, outcome: Outcome
+    ) -> None:
+        """Carry out ``outcome``. What cannot be settled is logged: the broker delivers it again."""
+        try:
+            if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
+                await subscription.ack(delivery)
+            else:
+                async with asyncio.timeout(self._timeout):
+                    await self._carry_out(subscription, delivery, outcome)
+        except AckDeadlineExceeded as error:
+            self._warn("settled too late: the lease is lost, it may run twice", delivery, error)
+        except MessageNotFound as error:
+            self._warn("nothing to settle: the message is gone", delivery, error)
+        except (QueueError, TimeoutError) as error:
+            self._warn("could not be settled: it will be delivered again", delivery, error)
+        else:
+            self.last_settle_at = self._connection.last_success_at = self._clock.time()
+
+    async def _carry_out(
+        self, subscription: Subscription, delivery: Delivery, outcome: Outcome
+    ) -> None:
+        match outcome:
+            case Done():
+                await subscription.ack(delivery)
+            case RetryLater(delay):
+                self.retrying(delivery.envelope, outcome)
+                await subscription.release(delivery, delay)
+            case Pause(delay, error):
+                self._warn("a dependency is unavailable: the channel pauses", delivery, error)
+                # On an ordered channel a wait in the broker would let its successors overtake.
+                wait = 0.0 if self._ordered else delay or 0.0
+                await subscription.release(delivery, wait, count_attempt=False)
+            case Abandon():
+                await subscription.release(delivery, 0.0, count_attempt=False)
+            case Dead():
+                await self._bury(subscription, delivery, outcome)
+            case _:
+                assert_never(outcome)
+
+    def retrying(self, envelope: Envelope, outcome: RetryLater) -> None:
+        """An attempt failed and another follows: note the first failure, count, log and tell."""
+        envelope.headers.setdefault(FIRST_FAILED_AT, repr(self._clock.time()))
+        self._counters.retried += 1
+        self._warn(
+            f"attempt {envelope.attempt} failed, the next comes in {outcome.delay:.3g} s",
+            envelope,
+            outcome.error,
+        )
+        self._events.emit(
+            Retried(self._channel, envelope.id, envelope.attempt, outcome.delay, outcome.error)
+        )
+
+    async def _bury(self, subscription: Subscription, delivery: Delivery, outcome: Dead) -> None:
+        letter = DeadLetter.of(
+            delivery.envelope,
+            channel=self._channel,
+            group=self._group if self._broadcast else None,
+            reason=outcome.reason,
+            error=outcome.error,
+            at=self._clock.time(),
+        )
+        if self._write is not None:
+            try:
+                await self._write(letter)
+            except QueueError as error:
+                self._warn("no dead letter could be written: given back", delivery, error)
+                await subscription.release(delivery, 1.0, count_attempt=False)
+                return
+        record_death(
+            letter,
+            kept=self._write is not None,
+            counters=self._counters,
+            events=self._events,
+            consumer=self._consumer,
+            error=outcome.error,
+        )
+        await subscription.ack(delivery)
+
+    def _warn(self, text: str, subject: Delivery | Envelope, error: BaseException) -> None:
+        envelope = subject.envelope if isinstance(subject, Delivery) else subject
+        _log(
+            logging.WARNING,
+            text,
+            error,
+            queue=self._channel,
+            consumer=self._consumer,
+            message_id=envelope.id,
+            attempt=envelope.attempt,
+        )
+
+
+def record_death(
+    letter: DeadLetter,
+    *,
+    kept: bool,
+    counters: ChannelCounters,
+    events: Events,
+    consumer: str,
+    error: Exception | None = None,
+) -> None:
+    """A message failed for good, here or inside the backend: count it, log it, tell of it."""
+    counters.failed += 1
+    counters.dead_lettered += kept
+    _log(
+        logging.ERROR,
+        f"failed for good ({letter.reason}), "
+        + ("to the dead letters" if kept else "dropped: the channel keeps no dead letters"),
+        error,
+        queue=letter.channel,
+        consumer=consumer,
+        message_id=letter.message_id,
+        attempt=letter.attempts,
+    )
+    events.emit(DeadLettered(letter, kept))
+
+
+def _log(
+    level: int,
+    text: str,
+    error: BaseException | None,
+    *,
+    queue: str,
+    consumer: str,
+    message_id: str,
+    attempt: int,
+) -> None:
+    # A signal is the handler's word, not an accident: its stack would tell nothing.
+    accident = error is not None and not isinstance(error, Signal)
+    logger.log(
+        level,
+        "%s: message %s %s%s",
+        queue,
+        message_id,
+        text,
+        f": {type(error).__name__}" if error is not None else "",
+        exc_info=error if accident else None,
+        extra={
+            "queue": queue,
+            "consumer": consumer,
+            "message_id": message_id,
+            "attempt": attempt,
+            "error": f"{type(error).__name__}: {error}" if error is not None else None,
+        },
+    )
