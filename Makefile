@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test lint types unit check brokers-up brokers-down bench docs requirements clean
+.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down bench docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -39,7 +39,10 @@ types: setup ## mypy (strict) and pyright
 	$(BIN)/pyright
 
 unit: setup ## The tests that need no broker
-	$(BIN)/python -m pytest -m "not broker"
+	$(BIN)/python -m pytest -m "not broker and not torture"
+
+torture: setup ## The long versions of the reliability tests
+	scripts/brokers run $(BIN)/python -m pytest -m torture --timeout 3600
 
 brokers-up: ## Start Redis, RabbitMQ and Kafka and print their addresses
 	@scripts/brokers up
@@ -51,8 +54,8 @@ brokers-down: ## Stop them and remove their data
 bench: setup ## Run benchmarks/*.py
 	@shopt -s nullglob; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
 
-docs: setup ## Run the examples in the docstrings and the check of docs/requirements.md
-	$(BIN)/python -m pytest src $(wildcard tests/test_requirements*.py tests/docs)
+docs: setup ## Run every example in the docs and docstrings, check links and requirements
+	$(BIN)/python -m pytest src tests/test_docs.py tests/test_requirements.py tests/examples
 
 requirements: setup ## Compile requirements/dev.txt anew from dev.in
 	CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \

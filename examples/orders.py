@@ -1,0 +1,209 @@
+"""A small shop on qkit: priorities, a delay, retries, a dead letter and its replay.
+
+Run it with ``make demo``. It needs no server: the default backend is qkit's native engine. Another
+broker carries the same code when the environment says so (``QKIT_TYPE``, ``QKIT_URL``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable, Sized
+from typing import Annotated
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from qkit import (
+    Channel,
+    DeadLettered,
+    Header,
+    Message,
+    QueueService,
+    Reject,
+    Retried,
+    RetrySettings,
+    Settings,
+    channel,
+    consume,
+)
+
+STANDARD, EXPRESS = 290, 10
+TOTAL = STANDARD + EXPRESS
+FLAKY_EVERY = 60  # the payment gateway fails twice for one order in so many
+REMINDER_DELAY = 1.5
+
+
+class Order(BaseModel):
+    """What a customer bought."""
+
+    id: int
+    total: float
+
+
+class Payment(BaseModel):
+    """Money to collect for an order."""
+
+    order_id: int
+    amount: float
+
+
+# A typed handle: sending anything but a Payment through it is an error, for mypy and at run time.
+payments: Channel[Payment] = Channel(
+    "payments", Payment, retry=RetrySettings(max_attempts=4, initial_delay=0.2)
+)
+
+
+@channel("orders", prefetch=20, dead_letter=True)
+class Orders:
+    """Books orders, the express ones first, and asks for their payment."""
+
+    def __init__(self, service: QueueService) -> None:
+        self.service = service
+        self.booked: list[int] = []
+        self.express_places: list[int] = []
+        self.price_list_is_fixed = False
+
+    @consume(concurrency=4)
+    async def place(
+        self, order: Order, message: Message, tenant: Annotated[str, Header("tenant")] = "none"
+    ) -> None:
+        """Book one order; a negative total is nothing that trying again could mend."""
+        if order.total < 0 and not self.price_list_is_fixed:
+            raise Reject(f"negative total {order.total:.2f} for {tenant}")
+        await asyncio.sleep(0.005)  # the work
+        self.booked.append(order.id)
+        if message.priority == 9:
+            self.express_places.append(len(self.booked))
+        await self.service.send(payments, Payment(order_id=order.id, amount=abs(order.total)))
+
+
+@channel(payments)
+class Payments:
+    """Collects money through a gateway that fails now and then."""
+
+    def __init__(self) -> None:
+        self.collected: list[float] = []
+
+    @consume(concurrency=4)
+    async def collect(self, payment: Payment, message: Message) -> None:
+        """Collect one payment; any exception is a failed attempt, tried again with backoff."""
+        if payment.order_id % FLAKY_EVERY == 0 and message.attempt < 3:
+            raise ConnectionError("the payment gateway did not answer")
+        self.collected.append(payment.amount)
+
+
+class Reminders:
+    """Writes to customers some time after they ordered."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    @consume("reminders")
+    def remind(self, text: str, sent_at: Annotated[float, Header("sent-at")]) -> None:
+        """A synchronous handler: it runs in a thread and blocks nobody."""
+        self.waits.append(time.time() - sent_at)
+
+
+async def run_shop(console: Console) -> bool:
+    """Send the orders, watch them through, replay the dead letter; return whether all is well."""
+    service = QueueService(Settings())
+    orders, collector, reminders = Orders(service), Payments(), Reminders()
+    for desk in (orders, collector, reminders):
+        service.register(desk)
+
+    progress = Progress(
+        TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), console=console
+    )
+    bars: dict[TaskID, Sized] = {
+        progress.add_task("orders booked", total=TOTAL): orders.booked,
+        progress.add_task("payments collected", total=TOTAL): collector.collected,
+        progress.add_task("reminders written", total=1): reminders.waits,
+    }
+
+    def tell_retry(event: Retried) -> None:
+        progress.console.print(
+            f"[yellow]retry[/]       {event.channel}: attempt {event.attempt} failed "
+            f"({event.error}), next in {event.delay:.2f} s"
+        )
+
+    def tell_dead_letter(event: DeadLettered) -> None:
+        letter = event.letter
+        progress.console.print(
+            f"[red]dead letter[/] {letter.channel}: {letter.reason} ({letter.error})"
+        )
+
+    async def watch(done: Callable[[], bool]) -> None:
+        while True:
+            for bar, items in bars.items():
+                progress.update(bar, completed=len(items))
+            if done():
+                return
+            await asyncio.sleep(0.05)
+
+    service.on("retry", tell_retry)
+    service.on("dead_letter", tell_dead_letter)
+    async with service:
+        with progress:
+            started = time.perf_counter()
+            await service.send(
+                "reminders",
+                "how do you like it?",
+                delay=REMINDER_DELAY,
+                headers={"sent-at": repr(time.time())},
+            )
+            batch = [Order(id=number, total=9.5 + number % 7) for number in range(1, STANDARD)]
+            await service.send_many("orders", batch, headers={"tenant": "acme"})
+            poison = Order(id=STANDARD, total=-4.0)
+            await service.send("orders", poison, headers={"tenant": "acme"})
+            for number in range(STANDARD + 1, TOTAL + 1):  # sent last, and yet handled first
+                await service.send("orders", Order(id=number, total=99.0), priority=9)
+
+            letters = service.dead_letters("orders")
+            await watch(lambda: len(collector.collected) == TOTAL - 1 and bool(reminders.waits))
+            buried = await letters.list()
+            orders.price_list_is_fixed = True
+            replayed = await letters.replay(reason="ExplicitNack")
+            progress.console.print(f"[green]replay[/]      {replayed} dead letter, same id")
+            await watch(lambda: len(collector.collected) == TOTAL)
+            seconds = time.perf_counter() - started
+        left = await letters.list()
+        metrics, health = service.metrics(), service.health_check()
+
+    table = Table(title=f"{TOTAL} orders in {seconds:.1f} s on {service.settings.type}")
+    for column in ("channel", "sent", "received", "retried", "failed", "dead-lettered"):
+        table.add_column(column, justify="left" if column == "channel" else "right")
+    for name, figures in metrics.channels.items():
+        table.add_row(
+            name,
+            str(figures.messages_sent),
+            str(figures.messages_received),
+            str(figures.messages_retried),
+            str(figures.messages_failed),
+            str(figures.messages_dead_lettered),
+        )
+    console.print(table)
+    places = orders.express_places
+    checks = {
+        f"every order booked once ({len(orders.booked)})": sorted(orders.booked)
+        == list(range(1, TOTAL + 1)),
+        f"express orders overtook (places {min(places)} to {max(places)})": max(places) < 60,
+        f"flaky payments retried ({metrics.messages_retried} attempts)": metrics.messages_retried
+        == 2 * (TOTAL // FLAKY_EVERY),
+        f"reminder waited {reminders.waits[0]:.2f} s": reminders.waits[0] >= REMINDER_DELAY,
+        f"poison message kept, then replayed ({replayed})": len(buried) == replayed == 1
+        and not left,
+        f"service {health.status}": health.status == "healthy",
+    }
+    for text, holds in checks.items():
+        console.print(f"  {'[green]✓[/]' if holds else '[red]✗[/]'} {text}")
+    return all(checks.values())
+
+
+if __name__ == "__main__":
+    logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the display tells the same story
+    sys.exit(0 if asyncio.run(run_shop(Console())) else 1)

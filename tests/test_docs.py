@@ -1,0 +1,66 @@
+"""The code in README and docs runs as it is printed."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.clock import VirtualClock
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[str]:
+    found = BLOCK.findall((ROOT / page).read_text())
+    assert found, f"{page} has no Python block"
+    return found
+
+
+async def test_the_guide_is_one_program_that_runs() -> None:
+    with VirtualClock():
+        namespace: dict[str, object] = {"__name__": "guide"}
+        for number, block in enumerate(blocks("docs/guide.md")):
+            code = compile(
+                block, f"guide block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+            )
+            result = eval(code, namespace)
+            if inspect.isawaitable(result):
+                await result
+
+
+def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path) -> None:
+    script = tmp_path / "readme.py"
+    script.write_text(blocks("README.md")[0])
+    process = subprocess.Popen(
+        [sys.executable, "-u", str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == b"order 1, attempt 1\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors.decode()
+
+
+PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"it links to {target}"
+
+
+def test_architecture_is_short() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
