@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+import pytest_asyncio
 
 from tests.support.brokers import broker_url
+from tests.support.clock import VirtualClock, virtual_clock  # noqa: F401  # a fixture
+from tests.support.requirements import SkippedProofs
+
+collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran
 
 BROKER_FIXTURES = frozenset({"redis_url", "rabbitmq_url", "kafka_url"})
 
@@ -27,6 +32,17 @@ def rabbitmq_url() -> Iterator[str]:
 def kafka_url() -> Iterator[str]:
     with broker_url("kafka") as url:
         yield url
+
+
+@pytest_asyncio.fixture
+async def clock() -> AsyncIterator[VirtualClock]:
+    """Virtual time in the loop of the test: waits are skipped, and take as long as they say."""
+    with VirtualClock() as clock:
+        yield clock
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SkippedProofs(), "qkit-skipped-proofs")
 
 
 @pytest.hookimpl(tryfirst=True)

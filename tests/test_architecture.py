@@ -16,10 +16,10 @@ ORDER = [
     ["errors", "clock"],
     ["message", "logs"],
     ["backend", "_compression", "_config_words", "_config_rules", "_config_sources"],
-    ["config", "codec"],
+    ["config", "codec", "matrix"],
     ["native"],
     ["backends"],
-    ["retry", "breaker", "telemetry", "events", "channel", "threads"],
+    ["retry", "breaker", "telemetry", "events", "channels", "threads"],
     ["health", "registry"],
     ["routes", "executor"],
     ["intake", "settlement"],
@@ -27,6 +27,8 @@ ORDER = [
     ["service"],
     ["sync"],
     ["__init__"],
+    ["testing"],
+    ["conformance"],
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}
 POLICIES = {room for rooms in ORDER[6:11] for room in rooms} - {"opening"}

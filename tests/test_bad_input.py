@@ -227,6 +227,18 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
     ),
     ("number", lambda s: s.send("orders", ORDER, headers={"a": 1}), InvalidHeader, ["int", "str"]),  # type: ignore[dict-item]
     (
+        "another content type",
+        lambda s: s.send("orders", ORDER, headers={"Content-Type": "text/plain"}),
+        InvalidHeader,
+        ["JSON", "bytes"],
+    ),
+    (
+        "another encoding",
+        lambda s: s.send("free", b"x", headers={"content-encoding": "br"}),
+        InvalidHeader,
+        ["compression"],
+    ),
+    (
         "many headers",
         lambda s: s.send("orders", ORDER, headers={f"h{n}": "v" for n in range(200)}),
         InvalidHeader,

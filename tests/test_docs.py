@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clock import VirtualClock
+from qkit.testing import VirtualClock
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -24,12 +24,13 @@ def blocks(page: str) -> list[str]:
     return found
 
 
-async def test_the_guide_is_one_program_that_runs() -> None:
-    with VirtualClock():
-        namespace: dict[str, object] = {"__name__": "guide"}
-        for number, block in enumerate(blocks("docs/guide.md")):
+@pytest.mark.parametrize("page", ["docs/guide.md", "docs/api.md", "docs/testing.md"])
+async def test_a_page_is_one_program_that_runs(page: str) -> None:
+    with VirtualClock() as clock:
+        namespace: dict[str, object] = {"__name__": page, "clock": clock}
+        for number, block in enumerate(blocks(page)):
             code = compile(
-                block, f"guide block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                block, f"{page} block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
             )
             result = eval(code, namespace)
             if inspect.isawaitable(result):

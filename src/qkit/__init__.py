@@ -4,72 +4,76 @@ Decorate typed handlers with ``@channel`` and ``@consume``, send typed messages 
 ``QueueService.send``, and let a line of configuration decide what carries them.
 """
 
-from qkit.backend import (
-    Admin,
-    Backend,
-    Capabilities,
-    DeadLetterSource,
-    Delivery,
-    QueueSpec,
-    QueueStats,
-    Subscription,
-    SubscriptionSpec,
-    Support,
-)
-from qkit.channel import CallNext, Channel, ChannelOptions, Middleware
-from qkit.config import (
-    BreakerSettings,
-    DeadLetterSettings,
-    RetrySettings,
-    Settings,
-    ShutdownSettings,
-)
-from qkit.dead_letters import DeadLetters
-from qkit.errors import (
-    AckDeadlineExceeded,
-    BackendUnavailable,
-    BatchError,
-    CircuitOpen,
-    ConfigError,
-    ConsumerNotFound,
-    DecodeError,
-    HandlerError,
-    HandlerTimeout,
-    InvalidBody,
-    InvalidHeader,
-    InvalidName,
-    InvalidPriority,
-    LifecycleError,
-    MessageNotFound,
-    PartialSend,
-    PayloadTooLarge,
-    QueueError,
-    QueueFull,
-    QueueNotFound,
-    Reject,
-    Retry,
-    SendTimeout,
-    Signal,
-    SubscriptionLost,
-    Unavailable,
-    Unsupported,
-)
-from qkit.events import DeadLettered, Reconnected, Retried, ShutDown, StateChanged
-from qkit.health import ChannelMetrics, ConnectionState, ConsumerHealth, Health, Metrics
-from qkit.logs import JsonFormatter
-from qkit.message import DeadLetter, Envelope, Message, Reason, Sent
-from qkit.outgoing import SendOptions
-from qkit.registry import (
-    ConsumeMetadata,
-    Handler,
-    Header,
-    ParamMetadata,
-    QueueMetadata,
-    channel,
-    consume,
-)
-from qkit.service import QueueService
-from qkit.sync import SyncDeadLetters, SyncQueueService
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qkit.backend import (
+        Admin,
+        Backend,
+        Capabilities,
+        DeadLetterSource,
+        Delivery,
+        QueueSpec,
+        QueueStats,
+        Subscription,
+        SubscriptionSpec,
+        Support,
+    )
+    from qkit.channels import CallNext, Channel, ChannelOptions, Middleware
+    from qkit.config import (
+        BreakerSettings,
+        DeadLetterSettings,
+        RetrySettings,
+        Settings,
+        ShutdownSettings,
+    )
+    from qkit.dead_letters import DeadLetters
+    from qkit.errors import (
+        AckDeadlineExceeded,
+        BackendUnavailable,
+        BatchError,
+        CircuitOpen,
+        ConfigError,
+        ConsumerNotFound,
+        DecodeError,
+        HandlerError,
+        HandlerTimeout,
+        InvalidBody,
+        InvalidHeader,
+        InvalidName,
+        InvalidPriority,
+        LifecycleError,
+        MessageNotFound,
+        PartialSend,
+        PayloadTooLarge,
+        QueueError,
+        QueueFull,
+        QueueNotFound,
+        Reject,
+        Retry,
+        SendTimeout,
+        Signal,
+        SubscriptionLost,
+        Unavailable,
+        Unsupported,
+    )
+    from qkit.events import DeadLettered, Reconnected, Retried, ShutDown, StateChanged
+    from qkit.health import ChannelMetrics, ConnectionState, ConsumerHealth, Health, Metrics
+    from qkit.logs import JsonFormatter
+    from qkit.message import DeadLetter, Envelope, Message, Reason, Sent
+    from qkit.outgoing import SendOptions
+    from qkit.registry import (
+        ConsumeMetadata,
+        Handler,
+        Header,
+        ParamMetadata,
+        QueueMetadata,
+        channel,
+        consume,
+    )
+    from qkit.service import QueueService
+    from qkit.sync import SyncDeadLetters, SyncQueueService
 
 __version__ = "0.1.0"
 
@@ -149,3 +153,114 @@ __all__ = [
     "channel",
     "consume",
 ]
+
+# Where each name comes from. They are imported when first used, so that ``import qkit`` alone, in a
+# program that may not need it, costs next to nothing.
+_HOMES = {
+    "qkit.backend": (
+        "Admin",
+        "Backend",
+        "Capabilities",
+        "DeadLetterSource",
+        "Delivery",
+        "QueueSpec",
+        "QueueStats",
+        "Subscription",
+        "SubscriptionSpec",
+        "Support",
+    ),
+    "qkit.channels": (
+        "CallNext",
+        "Channel",
+        "ChannelOptions",
+        "Middleware",
+    ),
+    "qkit.config": (
+        "BreakerSettings",
+        "DeadLetterSettings",
+        "RetrySettings",
+        "Settings",
+        "ShutdownSettings",
+    ),
+    "qkit.dead_letters": ("DeadLetters",),
+    "qkit.errors": (
+        "AckDeadlineExceeded",
+        "BackendUnavailable",
+        "BatchError",
+        "CircuitOpen",
+        "ConfigError",
+        "ConsumerNotFound",
+        "DecodeError",
+        "HandlerError",
+        "HandlerTimeout",
+        "InvalidBody",
+        "InvalidHeader",
+        "InvalidName",
+        "InvalidPriority",
+        "LifecycleError",
+        "MessageNotFound",
+        "PartialSend",
+        "PayloadTooLarge",
+        "QueueError",
+        "QueueFull",
+        "QueueNotFound",
+        "Reject",
+        "Retry",
+        "SendTimeout",
+        "Signal",
+        "SubscriptionLost",
+        "Unavailable",
+        "Unsupported",
+    ),
+    "qkit.events": (
+        "DeadLettered",
+        "Reconnected",
+        "Retried",
+        "ShutDown",
+        "StateChanged",
+    ),
+    "qkit.health": (
+        "ChannelMetrics",
+        "ConnectionState",
+        "ConsumerHealth",
+        "Health",
+        "Metrics",
+    ),
+    "qkit.logs": ("JsonFormatter",),
+    "qkit.message": (
+        "DeadLetter",
+        "Envelope",
+        "Message",
+        "Reason",
+        "Sent",
+    ),
+    "qkit.outgoing": ("SendOptions",),
+    "qkit.registry": (
+        "ConsumeMetadata",
+        "Handler",
+        "Header",
+        "ParamMetadata",
+        "QueueMetadata",
+        "channel",
+        "consume",
+    ),
+    "qkit.service": ("QueueService",),
+    "qkit.sync": (
+        "SyncDeadLetters",
+        "SyncQueueService",
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'qkit' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import NoneType
 from urllib.parse import urlsplit
@@ -78,15 +77,20 @@ def between_fields(values: Values) -> list[Problem]:
 
 
 def _is_backend(kind: str) -> bool:
-    return kind in BACKENDS or kind in entry_points(group="qkit.backends").names
+    return kind in BACKENDS or kind in _added_backends()
+
+
+def _added_backends() -> set[str]:
+    from importlib.metadata import entry_points  # slow to import, and rarely needed
+
+    return set(entry_points(group="qkit.backends").names) - set(BACKENDS)
 
 
 def _unsupported(kind: object) -> str:
-    others = sorted(entry_points(group="qkit.backends").names - set(BACKENDS))
     shown = "a value that is none of them"
     if isinstance(kind, str) and re.fullmatch(r"[A-Za-z0-9_-]{1,32}", kind):
         shown = repr(kind)
-    supported = ", ".join([*BACKENDS, *others])
+    supported = ", ".join([*BACKENDS, *sorted(_added_backends())])
     return f"expected one of {supported} (a str, default: 'native'), got {shown}"
 
 

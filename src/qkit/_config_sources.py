@@ -65,23 +65,29 @@ def _origin(source: str, *names: str) -> str:
 
 
 def read(path: Path) -> File:
+    """The settings in a TOML file; ``ConfigError`` with path and line if there are none."""
     try:
-        text = path.read_bytes().decode()
+        content = path.read_bytes()
     except OSError as exc:
         hint = "give the path of a TOML file"
         raise ConfigError(f"{path}: {exc.strerror or type(exc).__name__}; {hint}") from exc
-    except UnicodeDecodeError as exc:
-        line = exc.object.count(b"\n", 0, exc.start) + 1
-        raise ConfigError(f"{path}, line {line}: not UTF-8; save the file as UTF-8") from None
+    values: dict[str, object] = {}
+    fault = ""
     try:
-        values: dict[str, object] = tomllib.loads(text)
+        text = content.decode()
+        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
-        # Not chained: newer Pythons keep the whole document, passwords and all, in the error.
-        raise ConfigError(f"{path}: not valid TOML: {_placed(exc, text)}") from None
+        fault = f": not valid TOML: {_placed(exc, content)}"
+    except UnicodeDecodeError as exc:
+        line = content.count(b"\n", 0, exc.start) + 1
+        fault = f", line {line}: not UTF-8; save the file as UTF-8"
+    # Raised out here: those errors may keep the whole file, passwords and all.
+    if fault:
+        raise ConfigError(f"{path}{fault}")
     table = values.get("qkit")
     return File(path, cast("dict[str, object]", table) if isinstance(table, dict) else values)
 
 
-def _placed(exc: tomllib.TOMLDecodeError, text: str) -> str:
-    message = str(exc)
-    return message.replace("at end of document", f"at line {text.count(chr(10)) + 1}, the end")
+def _placed(exc: tomllib.TOMLDecodeError, content: bytes) -> str:
+    end = content.count(b"\n") + 1
+    return str(exc).replace("at end of document", f"at line {end}, the end")

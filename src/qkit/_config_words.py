@@ -6,7 +6,6 @@ list are shown, anything else is only named by its type.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -108,6 +107,8 @@ def unknown_variables(environ: Iterable[str], model: type[BaseModel]) -> list[Pr
 
 def _nearest(name: str, names: Iterable[str], ignoring: str = "") -> str | None:
     """The name most like ``name``, blind to case and underscores, and to a section left out."""
+    import difflib  # only a mistake needs it; importing qkit stays quick
+
     plain: dict[str, str] = {}
     for candidate in names:
         plain[_plain(candidate.removeprefix(ignoring))] = candidate
@@ -142,7 +143,7 @@ def expected(info: FieldInfo) -> str:
 
 def default(name: str, info: FieldInfo) -> str:
     """A field's default for a person."""
-    if name in DEFAULTS:
+    if info.default is None and name in DEFAULTS:
         return DEFAULTS[name]
     if is_section(info.annotation):
         return f"{info.annotation.__name__}()"

@@ -25,7 +25,8 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """Counts consecutive failures; opens at ``failure_threshold`` for ``recovery_timeout`` seconds.
 
-    Call ``admit`` before each try and ``succeeded``, ``failed`` or ``gave_up`` after it.
+    Call ``admit`` before each try and ``succeeded``, ``failed`` or ``gave_up`` after it, with what
+    ``admit`` said: a try that began before the circuit opened may end while another one probes.
     """
 
     def __init__(self, *, failure_threshold: int, recovery_timeout: float, clock: Clock) -> None:
@@ -44,8 +45,8 @@ class CircuitBreaker:
         rested = self._clock.monotonic() - self._opened_at >= self._recovery
         return BreakerState.HALF_OPEN if rested else BreakerState.OPEN
 
-    def admit(self) -> None:
-        """Pass, or raise ``CircuitOpen``; in half-open exactly one caller passes."""
+    def check(self) -> None:
+        """Raise ``CircuitOpen`` if ``admit`` would; takes no probe."""
         if self._opened_at is None:
             return
         if self.state is BreakerState.OPEN:
@@ -56,7 +57,12 @@ class CircuitBreaker:
             )
         if self._probing:
             raise CircuitOpen("the circuit is half open and another call is probing; try again")
-        self._probing = True
+
+    def admit(self) -> bool:
+        """Pass, or raise ``CircuitOpen``; in half-open one caller passes: the probe, hence true."""
+        self.check()
+        self._probing = self._opened_at is not None
+        return self._probing
 
     def succeeded(self) -> None:
         """The connection works: close the circuit."""
@@ -64,13 +70,14 @@ class CircuitBreaker:
         self._opened_at = None
         self._probing = False
 
-    def failed(self) -> None:
+    def failed(self, *, probe: bool) -> None:
         """The connection failed: count it, and open at the threshold or after a failed probe."""
         self._failures += 1
-        if self._probing or self._failures >= self._threshold:
+        if probe if self._opened_at is not None else self._failures >= self._threshold:
             self._opened_at = self._clock.monotonic()
-        self._probing = False
+        self.gave_up(probe=probe)
 
-    def gave_up(self) -> None:
+    def gave_up(self, *, probe: bool) -> None:
         """The try ended without telling anything about the connection (it was cancelled)."""
-        self._probing = False
+        if probe:
+            self._probing = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from qkit.backend import Backend, Subscription, SubscriptionSpec
@@ -25,6 +26,7 @@ __all__ = ["Consumer"]
 RENEWALS_PER_LEASE = 3
 REST = Backoff(initial=1.0, multiplier=2.0, maximum=60.0, jitter=0.1)
 RESUBSCRIBE = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
+STEADY = 5.0  # a subscription that lasted so many seconds worked: its end begins a new count
 
 
 class Consumer:
@@ -38,6 +40,7 @@ class Consumer:
         self,
         *,
         backend: Backend,
+        declare: Callable[[], Awaitable[None]],
         spec: SubscriptionSpec,
         executor: Executor,
         settlement: Settlement,
@@ -62,11 +65,13 @@ class Consumer:
         self.abandoning = False
         self.probing = False  # after a rest: one message at a time until one succeeds
         self._backend = backend
+        self._declare = declare
         self._connection = connection
         self._session: _Session | None = None
         self._paused = False
         self._resting: asyncio.TimerHandle | None = None
         self._outages = 0
+        self._rest = 0.0
         self._stop = asyncio.Event()
 
     @property
@@ -101,14 +106,20 @@ class Consumer:
         """Consume until ``stop``; opens the subscription again whenever it breaks."""
         failures = 0
         while not self.stopping:
+            opened: float | None = None
             try:
+                if failures:
+                    await self._declare()  # perhaps the queue itself is gone
                 async with self._backend.subscribe(self.spec) as subscription:
-                    failures = 0
+                    opened = self.clock.monotonic()
                     self._connection.worked()
                     self._session = _Session(self, subscription)
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
+                # One that breaks as soon as it is open has not proved anything.
+                if opened is not None and self.clock.monotonic() - opened >= STEADY:
+                    failures = 0
                 failures += 1
                 wait = RESUBSCRIBE.after(failures)
                 self._report(error, wait)
@@ -158,13 +169,13 @@ class Consumer:
 
     def rest(self, outcome: Pause) -> Pause:
         """A dependency is down: start nothing for a while, then probe with one message."""
-        self._outages += 1
-        delay = outcome.delay if outcome.delay is not None else REST.after(self._outages)
+        delay = outcome.delay
         if self._resting is None:
-            loop = asyncio.get_running_loop()
-            self._resting = loop.call_later(delay, self._probe)
+            self._outages += 1  # once, however many handlers meet the same outage
+            self._rest = delay if delay is not None else REST.after(self._outages)
+            self._resting = asyncio.get_running_loop().call_later(self._rest, self._probe)
             self._interrupt()
-        return Pause(delay, outcome.error)
+        return Pause(delay if delay is not None else self._rest, outcome.error)
 
     def _probe(self) -> None:
         self._resting = None
@@ -191,8 +202,9 @@ class _Session:
         self._executor = consumer.executor
         self._settlement = consumer.settlement
         self._counters = consumer.counters
-        self._intake = Intake(lanes=consumer.ordered)
         self._room = asyncio.Event()  # the fetcher should look again
+        self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
+        self._holding = asyncio.Event()  # there are leases to renew
         self._receiving: asyncio.Timeout | None = None
         self._withdrawn: list[Job] = []
         self._abandoned = asyncio.get_running_loop().create_future()
@@ -206,33 +218,47 @@ class _Session:
         """Fetch and work until the consumer stops; raises when the subscription breaks."""
         metadata = self._executor.handler.metadata
         name = f"qkit {self._consumer.channel} {self._consumer.group}"
-        broken: Exception | None = None
         async with asyncio.TaskGroup() as tasks:
+            # First, so that its timer runs before a handler can block the loop.
+            renewer = tasks.create_task(self._renew(), name=f"{name} leases")
             workers = [
                 tasks.create_task(
-                    self._work_batches(metadata.batch_size, metadata.batch_wait)
-                    if metadata.batch_size
-                    else self._work(),
+                    self._work_batches() if metadata.batch_size else self._work(),
                     name=f"{name} #{number}",
                 )
                 for number in range(metadata.concurrency)
             ]
-            renewer = tasks.create_task(self._renew(), name=f"{name} leases")
             try:
-                await self._fetch()
-                await self._give_back()
-                await self._subscription.stop()
-            except Exception as error:
-                # What a broken subscription delivered cannot be settled: its handlers stop.
-                broken = error
-                for job in self.held:
-                    self._lose(job)
-                self._intake.withdraw()
-            self._intake.close()
-            await asyncio.wait(workers)
+                broken = await self._fetch_to_the_end()
+                self._intake.close()
+                await asyncio.wait(workers)
+            except asyncio.CancelledError:
+                self._end()
+                raise
             renewer.cancel()
         if broken is not None:
             raise broken
+
+    async def _fetch_to_the_end(self) -> Exception | None:
+        """Fetch until the consumer stops or the subscription breaks; then the answer is why."""
+        try:
+            await self._fetch()
+            await self._give_back()
+            await self._subscription.stop()
+        except Exception as error:
+            # What a broken subscription delivered cannot be settled: its handlers stop.
+            for job in self.held:
+                self._lose(job)
+            self._intake.withdraw()
+            return error
+        return None
+
+    def _end(self) -> None:
+        """The task group cancels the workers: let them give back what they hold, and end."""
+        for job in self.held:
+            job.abandoned = True
+        self._intake.withdraw()
+        self._intake.close()
 
     def interrupt(self) -> None:
         """The consumer's state changed: take back what has not started, let the fetcher look."""
@@ -244,7 +270,8 @@ class _Session:
 
     def abandon(self) -> int:
         """Cancel every running handler; return how many."""
-        running = [job for job in self.held if job.task is not None]
+        # Each once: a handler that cleans up after itself is not to be cancelled in that.
+        running = [job for job in self.held if job.task is not None and not job.abandoned]
         for job in running:
             job.abandoned = True
         for task in {job.task for job in running if job.task is not None}:
@@ -267,11 +294,14 @@ class _Session:
             try:
                 async with asyncio.timeout(None) as self._receiving:
                     deliveries = await self._subscription.receive(limit)
-            except TimeoutError:  # interrupted; receive is safe to cancel
-                continue
+            except TimeoutError:
+                if self._receiving is None or not self._receiving.expired():
+                    raise
+                continue  # interrupted; receive is safe to cancel
             finally:
                 self._receiving = None
             self._counters.received += len(deliveries)
+            self._holding.set()  # before a handler runs, which may block the loop at once
             self._intake.take(deliveries)
             if self._consumer.quiet or self._consumer.stopping:
                 self._withdrawn += self._intake.withdraw()
@@ -292,6 +322,9 @@ class _Session:
 
     def _finish(self, job: Job) -> None:
         self._intake.finish(job)
+        self._look_again()
+
+    def _look_again(self) -> None:
         if self._free() > 0:
             self._room.set()
 
@@ -319,9 +352,18 @@ class _Session:
             if job.thread is not None:
                 await self._outlive(job.thread)
 
-    async def _work_batches(self, size: int, wait: float) -> None:
+    async def _work_batches(self) -> None:
         task = _current_task()
-        while jobs := await self._intake.next_batch(size, wait):
+        metadata = self._executor.handler.metadata
+        size, wait = metadata.batch_size or 1, metadata.batch_wait
+        while gathered := await self._intake.next_batch(size, wait):
+            jobs = [job for job in gathered if not job.lost]
+            for job in gathered:
+                if job.lost:
+                    self._log_lost(job)
+                    self._finish(job)
+            if not jobs:
+                continue
             for job in jobs:
                 job.task = task
             self._counters.in_flight += len(jobs)
@@ -337,8 +379,9 @@ class _Session:
                 self._counters.in_flight -= len(jobs)
             for job, outcome in zip(jobs, outcomes, strict=True):
                 await self._conclude(task, job, outcome)
-            if jobs[0].thread is not None:
-                await self._outlive(jobs[0].thread)
+            for job in jobs:  # an inline retry of some of them has a thread of its own
+                if job.thread is not None:
+                    await self._outlive(job.thread)
 
     async def _conclude(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
         """Settle, out of reach of any cancellation that was meant for the handler."""
@@ -348,6 +391,8 @@ class _Session:
         if job.lost:
             self._log_lost(job)
         else:
+            if job.abandoned and outcome is not DONE:
+                outcome = ABANDON  # however it put it, it failed because it was cancelled
             if outcome is DONE:
                 if self._consumer.probing:
                     self._consumer.recovered()
@@ -361,6 +406,7 @@ class _Session:
         if not thread.done():
             await asyncio.wait({thread, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
             if not thread.done():
+                thread.cancel()  # the thread goes on; its result concerns nobody any more
                 logger.warning(
                     "%s: a synchronous handler of %s is still running and is left behind",
                     self._consumer.channel,
@@ -378,6 +424,9 @@ class _Session:
         """
         lease = self._consumer.lease
         while lease is not None:
+            if not self.held:  # an idle consumer needs no timer
+                self._holding.clear()
+                await self._holding.wait()
             await asyncio.sleep(lease / RENEWALS_PER_LEASE)
             for job in list(self.held):
                 if job.lost or job not in self.held:

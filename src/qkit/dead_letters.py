@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
 from qkit.backend import Admin
-from qkit.errors import QueueNotFound
+from qkit.errors import PartialSend, QueueNotFound
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["DeadLetters"]
@@ -44,7 +44,7 @@ class DeadLetters:
         *,
         reason: str | None = None,
         error: str | None = None,
-        ids: Collection[str] | None = None,
+        ids: Collection[str] | str | None = None,
     ) -> list[DeadLetter]:
         """The oldest dead letters, up to ``limit``, without consuming them.
 
@@ -52,7 +52,8 @@ class DeadLetters:
         """
         if limit < 1:
             raise ValueError(f"limit={limit!r}: ask for one or more")
-        filtered = reason is not None or error is not None or ids is not None
+        chosen = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
+        filtered = reason is not None or error is not None or chosen is not None
         try:
             envelopes = await self._admin.peek(self._queue, ALL if filtered else limit)
         except QueueNotFound:
@@ -60,11 +61,11 @@ class DeadLetters:
         letters = (
             replace(DeadLetter.from_envelope(item), channel=self._channel) for item in envelopes
         )
-        return [letter for letter in letters if _matches(letter, reason, error, ids)][:limit]
+        return [letter for letter in letters if _matches(letter, reason, error, chosen)][:limit]
 
     async def replay(
         self,
-        ids: Collection[str] | None = None,
+        ids: Collection[str] | str | None = None,
         *,
         reason: str | None = None,
         error: str | None = None,
@@ -74,13 +75,38 @@ class DeadLetters:
 
         All of them, unless ``ids`` or a filter says which. A message keeps its id and starts over
         at attempt 1. It is sent before it is removed here, so a crash in between duplicates it.
+
+        A topic's message may have failed in several groups: then all its letters go together,
+        each to its own group.
         """
-        letters = await self.list(limit or ALL, reason=reason, error=error, ids=ids)
-        for start in range(0, len(letters), REPLAY_GROUP):
-            group = letters[start : start + REPLAY_GROUP]
-            await self._send([letter.to_replay() for letter in group])
-            await self._admin.remove(self._queue, [letter.message_id for letter in group])
+        letters = await self.list(
+            ALL if limit is None else limit, reason=reason, error=error, ids=ids
+        )
+        if any(letter.group is not None for letter in letters):
+            # They share the message's id, which is all that ``remove`` goes by: a letter of
+            # another group left out here would be removed unsent.
+            letters = await self.list(ALL, ids={letter.message_id for letter in letters})
+        by_id: dict[str, list[DeadLetter]] = {}
+        for letter in letters:
+            by_id.setdefault(letter.message_id, []).append(letter)
+        groups = list(by_id.values())
+        for start in range(0, len(groups), REPLAY_GROUP):
+            together = groups[start : start + REPLAY_GROUP]
+            await self._replay([letter for group in together for letter in group])
         return len(letters)
+
+    async def _replay(self, letters: Sequence[DeadLetter]) -> None:
+        gone = {letter.message_id for letter in letters}
+        try:
+            await self._send([letter.to_replay() for letter in letters])
+        except PartialSend as partial:
+            # What was accepted goes, or a second try would send it twice.
+            for letter, result in zip(letters, partial.results, strict=True):
+                if not isinstance(result, Sent):
+                    gone.discard(letter.message_id)
+            await self._admin.remove(self._queue, sorted(gone))
+            raise
+        await self._admin.remove(self._queue, sorted(gone))
 
     async def purge(self) -> int:
         """Delete them all; return how many there were."""
@@ -91,7 +117,7 @@ class DeadLetters:
 
 
 def _matches(
-    letter: DeadLetter, reason: str | None, error: str | None, ids: Collection[str] | None
+    letter: DeadLetter, reason: str | None, error: str | None, ids: set[str] | None
 ) -> bool:
     return (
         (reason is None or letter.reason == reason)

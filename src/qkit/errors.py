@@ -99,9 +99,13 @@ class QueueError(Exception):
         self.operation = operation
         self.queue = queue
         self.message_id = message_id
-        self.cause = cause
         if cause is not None:
             self.__cause__ = cause
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The error behind this one: what was given, or what ``raise … from`` named."""
+        return self.__cause__
 
     @property
     def context(self) -> dict[str, str]:
@@ -128,6 +132,10 @@ class QueueError(Exception):
         self.queue = self.queue or queue
         self.message_id = self.message_id or message_id
         return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """What a copy is made of, here or in another process; Python would drop the cause."""
+        return type(self), self.args, {**self.__dict__, "__cause__": self.__cause__}
 
     def __str__(self) -> str:
         context = " ".join(f"{name}={value}" for name, value in self.context.items())
@@ -283,3 +291,7 @@ class BatchError(Signal):
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         super().__init__(f"{len(failures)} of the batch failed")
         self.failures = dict(failures)
+
+    def __reduce__(self) -> tuple[type[BatchError], tuple[dict[str, Exception]]]:
+        """What it is made of, for copies and other processes: not its text."""
+        return type(self), (self.failures,)

@@ -96,7 +96,7 @@ class Events:
 
     def emit(self, event: Event) -> None:
         """Tell every listener; never raises."""
-        for listener in self._listeners.get(type(event), ()):
+        for listener in tuple(self._listeners.get(type(event), ())):  # one may add another
             try:
                 result = listener(event)
             except Exception:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from qkit.backend import Delivery
-from qkit.channel import CallNext, Middleware
+from qkit.channels import CallNext, Middleware
 from qkit.clock import Clock
 from qkit.codec import Codec, decompress
 from qkit.errors import (
@@ -138,6 +138,7 @@ class Executor:
         self._on_retry = on_retry
         self._timeout = handler.metadata.timeout
         self._middleware = tuple(middleware)
+        self._takes_body = handler.body is not None
         self._fillers = [_filler(param, handler) for param in handler.params]
         self._keywords = [param.name if param.keyword_only else None for param in handler.params]
         # The common shape, a handler of the body alone, needs neither Message nor argument lists.
@@ -157,9 +158,9 @@ class Executor:
             if error is None:
                 return DONE
             outcome = self._judge(error, envelope)
-            if not self._inline(outcome):
+            if job.stopped or not self._inline(outcome):
                 return outcome
-            await self._wait_inline([(envelope, cast("RetryLater", outcome))])
+            await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
 
     async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Handle a batch in one call and say for each member how it ended.
@@ -191,13 +192,16 @@ class Executor:
                 envelope = job.delivery.envelope
                 error = errors.get(envelope.id)
                 outcome = DONE if error is None else self._judge(error, envelope)
-                if self._inline(outcome):
+                if self._inline(outcome) and not job.stopped:
                     again.append(job)
                 outcomes[job] = outcome
             if again:
                 await self._wait_inline(
-                    [(job.delivery.envelope, cast("RetryLater", outcomes[job])) for job in again]
+                    live[0],
+                    [(job.delivery.envelope, cast("RetryLater", outcomes[job])) for job in again],
                 )
+            for job in again:  # they say which attempt it is
+                messages[job] = self._message(job.delivery.envelope)
             live = again
         return [outcomes[job] for job in jobs]
 
@@ -226,7 +230,7 @@ class Executor:
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
-            return _from_inside(error)
+            return await _from_inside(error, [job])
         return None
 
     async def _call(self, job: Job, envelope: Envelope) -> None:
@@ -246,8 +250,10 @@ class Executor:
             if not scope.expired():
                 raise  # the handler's own time-out
             raise self._timed_out(error) from error
+        if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
+            raise self._timed_out()
 
-    def _timed_out(self, error: TimeoutError) -> HandlerTimeout:
+    def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
         return HandlerTimeout(
             f"{self.handler.name} ran longer than its timeout of {self._timeout:g} s",
             operation="handle",
@@ -279,7 +285,9 @@ class Executor:
             return await cast("Awaitable[object]", self.handler.call(*args, **kwargs))
         job.thread = self._threads.submit(functools.partial(self.handler.call, *args, **kwargs))
         # A thread cannot be cancelled: shielded, its future still tells when it has returned.
-        return await asyncio.shield(job.thread)
+        result = await asyncio.shield(job.thread)
+        # A plain function that hands on a coroutine has not done its work before that has.
+        return await result if inspect.isawaitable(result) else result
 
     async def _attempt_batch(
         self, jobs: list[Job], bodies: dict[Job, object], messages: dict[Job, Message]
@@ -287,9 +295,7 @@ class Executor:
         """Call a batch handler once; errors by message id."""
         ids = [job.delivery.envelope.id for job in jobs]
         envelopes = [job.delivery.envelope for job in jobs]
-        scope: AbstractAsyncContextManager[object] = (
-            asyncio.timeout(self._timeout) if self._timeout is not None else _NO_TIMEOUT
-        )
+        scope = asyncio.timeout(self._timeout)
         try:
             with self._telemetry.handling(self.handler.channel, self.handler.group, envelopes):
                 async with scope:
@@ -299,13 +305,12 @@ class Executor:
         except BatchError as error:
             return error.failures
         except TimeoutError as error:
-            expired = isinstance(scope, asyncio.Timeout) and scope.expired()
-            return dict.fromkeys(ids, self._timed_out(error) if expired else error)
+            return dict.fromkeys(ids, self._timed_out(error) if scope.expired() else error)
         except Exception as error:
             return dict.fromkeys(ids, error)
         except asyncio.CancelledError as error:
-            return dict.fromkeys(ids, _from_inside(error))
-        return {}
+            return dict.fromkeys(ids, await _from_inside(error, jobs))
+        return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
 
     def _judge(self, error: Exception, envelope: Envelope) -> Outcome:
         """What an attempt's failure means for the message."""
@@ -324,11 +329,13 @@ class Executor:
     def _inline(self, outcome: Outcome) -> bool:
         return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
 
-    async def _wait_inline(self, failed: list[tuple[Envelope, RetryLater]]) -> None:
+    async def _wait_inline(self, job: Job, failed: list[tuple[Envelope, RetryLater]]) -> None:
         """Wait in the slot, as inline retries do, and count the attempt that follows."""
         for envelope, outcome in failed:
             self._on_retry(envelope, outcome)
         await asyncio.sleep(max(outcome.delay for _, outcome in failed))
+        if job.thread is not None:  # it may have outlived its time-out: never two in one slot
+            await asyncio.wait({job.thread})
         for envelope, _ in failed:
             envelope.attempt += 1
 
@@ -353,23 +360,27 @@ class Executor:
         )
 
     def _decode(self, body: bytes, headers: object) -> object:
+        if not self._takes_body:  # bytes that nobody reads need not make sense
+            return None
         try:
             return self._codec.decode(body, cast("dict[str, str]", headers))
         except (DecodeError, PayloadTooLarge) as error:
             raise _Undecodable(error) from error
 
 
-_NO_TIMEOUT = nullcontext()
-
-
 async def _step(middleware: Middleware, call_next: CallNext, message: Message) -> object:
     return await middleware(message, call_next)
 
 
-def _from_inside(error: asyncio.CancelledError) -> QueueError:
-    """A cancellation that nobody asked of this worker came from the handler's own work."""
+async def _from_inside(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:
+    """A cancellation that qkit did not ask for came from the handler's own work."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
+        while task.cancelling():  # perhaps it cancelled its own task: the worker lives on
+            task.uncancel()
+        # Or the whole loop is being torn down: then the session marks its jobs just now.
+        await asyncio.sleep(0)
+    if any(job.stopped for job in jobs):
         raise error
     return QueueError("the handler awaited something that was cancelled", cause=error)
 

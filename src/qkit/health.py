@@ -92,7 +92,8 @@ class Counters:
 
     def snapshot(self) -> Metrics:
         """All counters as they stand."""
-        channels = {name: counters.snapshot() for name, counters in self._channels.items()}
+        # A list first: another thread may ask while the loop's adds a channel.
+        channels = {name: counters.snapshot() for name, counters in list(self._channels.items())}
         totals: dict[str, int] = {}
         for metrics in channels.values():
             for name, value in asdict(metrics).items():
@@ -147,7 +148,8 @@ class Connection:
         error = self.last_error if new is ConnectionState.DISCONNECTED else None
         if new is ConnectionState.DISCONNECTED:
             self.disconnected_at = self._clock.time()
-            self._lost_at = self._clock.monotonic()
+            if old is ConnectionState.CONNECTED:  # else there was nothing to lose
+                self._lost_at = self._clock.monotonic()
         logger.log(
             logging.WARNING if error else logging.INFO,
             "connection to %s: %s -> %s",

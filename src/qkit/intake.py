@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from qkit.backend import Delivery
 from qkit.executor import Job
@@ -17,15 +17,18 @@ __all__ = ["Intake"]
 
 
 class Intake:
-    """The deliveries that one subscription holds.
+    """The deliveries that one subscription holds; ``drained`` hears when none is left to take.
 
     An ``asyncio.Queue`` would cost more for each message and could neither take deliveries back
     nor keep lanes.
     """
 
-    def __init__(self, *, lanes: bool) -> None:
+    def __init__(self, *, lanes: bool, drained: Callable[[], object]) -> None:
         self.held: set[Job] = set()  # every unsettled delivery
+        self._drained = drained
         self._ready: deque[Job] = deque()  # those that a worker may take
+        self._gathering: list[list[Job]] = []  # batches that are not full yet
+        # The first of a lane is offered, running or withdrawn; the others wait for its end.
         self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
         self._parked: deque[asyncio.Future[None]] = deque()
         self._closed = False
@@ -46,7 +49,7 @@ class Intake:
             elif key in self._lanes:
                 self._lanes[key].append(job)
             else:
-                self._lanes[key] = deque()
+                self._lanes[key] = deque([job])
                 self._offer(job)
 
     async def next(self) -> Job | None:
@@ -55,42 +58,59 @@ class Intake:
             if self._closed:
                 return None
             await self._park()
-        return self._ready.popleft()
+        return self._pop()
 
     async def next_batch(self, size: int, wait: float) -> list[Job]:
-        """Up to ``size`` deliveries, gathered for ``wait`` seconds after the first; or none."""
-        first = await self.next()
-        if first is None:
-            return []
-        batch = [first]
-        try:
-            async with asyncio.timeout(wait):
-                while len(batch) < size and not self._closed:
-                    if self._ready:
-                        batch.append(self._ready.popleft())
-                    else:
-                        await self._park()
-        except TimeoutError:
-            pass
-        return batch
+        """Up to ``size`` deliveries, gathered for ``wait`` seconds after the first.
+
+        None when closed. While it gathers, its deliveries can be withdrawn.
+        """
+        while (first := await self.next()) is not None:
+            batch = [first]
+            self._gathering.append(batch)
+            try:
+                async with asyncio.timeout(wait):
+                    while 0 < len(batch) < size and not self._closed:
+                        if self._ready:
+                            batch.append(self._pop())
+                        else:
+                            await self._park()
+            except TimeoutError:
+                pass
+            finally:
+                # By identity: two batches that were both withdrawn are equal.
+                self._gathering = [other for other in self._gathering if other is not batch]
+            if batch:
+                return batch
+        return []
 
     def finish(self, job: Job) -> None:
         """The delivery is settled, or no longer ours: free its slot, and its lane for the next."""
         self.held.discard(job)
         key = job.delivery.envelope.key
-        if self._lanes is not None and key is not None and key in self._lanes:
-            if self._lanes[key]:
-                self._offer(self._lanes[key].popleft())
-            else:
-                del self._lanes[key]
+        if self._lanes is None or key is None:
+            return
+        lane = self._lanes.get(key)
+        if not lane or lane[0] is not job:
+            return  # withdrawn from further back, while the first may still be running
+        lane.popleft()
+        if lane:
+            self._offer(lane[0])
+        else:
+            del self._lanes[key]
 
     def withdraw(self) -> list[Job]:
         """Take back, still held, every delivery that no worker has started on."""
         waiting = list(self._ready)
         self._ready.clear()
+        for batch in self._gathering:
+            waiting += batch
+            batch.clear()
         for lane in (self._lanes or {}).values():
-            waiting += lane
+            first, *others = lane
+            waiting += others
             lane.clear()
+            lane.append(first)
         return waiting
 
     def close(self) -> None:
@@ -98,6 +118,12 @@ class Intake:
         self._closed = True
         while self._parked:
             self._wake()
+
+    def _pop(self) -> Job:
+        job = self._ready.popleft()
+        if not self._ready:
+            self._drained()
+        return job
 
     def _offer(self, job: Job) -> None:
         self._ready.append(job)

@@ -37,4 +37,6 @@ class JsonFormatter(logging.Formatter):
         fields |= {name: value for name, value in vars(record).items() if name not in _STANDARD}
         if record.exc_info:
             fields["stack"] = self.formatException(record.exc_info)
-        return json.dumps(fields, default=str, ensure_ascii=False)
+        # ASCII: a separator such as U+2028 would end the line for some readers, and a lone
+        # surrogate (from a file name, say) would make the stream refuse it.
+        return json.dumps(fields, default=str)

@@ -7,8 +7,15 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from qkit.clock import Clock
-from qkit.errors import InvalidPriority, Unsupported
-from qkit.message import Envelope, check_headers, new_id
+from qkit.errors import InvalidHeader, InvalidPriority, Unsupported
+from qkit.message import (
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    Envelope,
+    check_headers,
+    is_plain,
+    new_id,
+)
 from qkit.routes import Route
 
 __all__ = ["SendOptions", "make_envelope"]
@@ -37,6 +44,7 @@ def make_envelope(
     clock: Clock,
     *,
     can_delay: bool,
+    can_expire: bool = True,
     priority: int | None = None,
     delay: float | None = None,
     ttl: float | None = None,
@@ -45,19 +53,43 @@ def make_envelope(
 ) -> Envelope:
     """Check everything and encode the body; raises before anything has left the process."""
     data, added = route.codec.encode(body)
-    envelope = Envelope(
-        new_id(), data, added if headers is None else check_headers(headers) | added
-    )
+    envelope = Envelope(new_id(), data, added if headers is None else _headers(headers, added))
     if priority is not None:
         envelope.priority = _priority(route, priority)
     if key is not None:
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY:
-            raise ValueError(f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY} characters")
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not is_plain(key):
+            raise ValueError(
+                f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY} characters, none of them a "
+                "control character"
+            )
         envelope.key = key
     ttl = route.ttl if ttl is None else ttl
     if delay is not None or ttl is not None:
+        if ttl is not None and not can_expire:
+            raise Unsupported(
+                f"{route.name!r}: this backend cannot expire a message; leave ttl out",
+                operation="send",
+                queue=route.name,
+            )
         _schedule(envelope, route, clock, delay, ttl, can_delay=can_delay)
     return envelope
+
+
+def _headers(given: Mapping[str, str], added: dict[str, str]) -> dict[str, str]:
+    """The caller's headers with qkit's; the caller may name the type of bytes, and no more."""
+    headers = check_headers(given)
+    for name in headers:
+        if name.lower() == CONTENT_ENCODING:
+            raise InvalidHeader(
+                f"header {name!r} says how qkit encoded the body: set compression in the settings"
+            )
+        if name.lower() == CONTENT_TYPE and CONTENT_TYPE not in added:
+            raise InvalidHeader(
+                f"header {name!r}: this body is sent as JSON; pass bytes to send another type"
+            )
+    own = {name: value for name, value in headers.items() if name.lower() != CONTENT_TYPE}
+    named = [headers[name] for name in headers.keys() - own.keys()]
+    return own | added | ({CONTENT_TYPE: named[0]} if named else {})
 
 
 def _priority(route: Route, priority: int) -> int:

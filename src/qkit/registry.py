@@ -6,6 +6,7 @@ when every annotation exists. There a handler whose parameters cannot be filled 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal, TypeVar, Unpack, cast, get_args, get_origin, overload
 
-from qkit.channel import Channel, ChannelOptions, caller_place
+from qkit.channels import Channel, ChannelOptions, caller_place
 from qkit.errors import ConfigError, HandlerError
 from qkit.logs import logger
 from qkit.message import Message, check_name
@@ -66,7 +67,8 @@ class QueueMetadata:
     @staticmethod
     def of(target: type) -> QueueMetadata | None:
         """The metadata of a decorated class, its own or inherited; ``None`` if there is none."""
-        return getattr(target, _QUEUE_NOTE, None)
+        note = getattr(target, _QUEUE_NOTE, None)
+        return note if isinstance(note, QueueMetadata) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class ConsumeMetadata:
     @staticmethod
     def of(target: object) -> ConsumeMetadata | None:
         """The metadata of a decorated function or method; ``None`` if there is none."""
-        return getattr(target, _CONSUME_NOTE, None)
+        note = getattr(target, _CONSUME_NOTE, None)
+        return note if isinstance(note, ConsumeMetadata) else None  # a mock has every attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +226,11 @@ def consume(
 
 
 def _note(function: F, metadata: ConsumeMetadata) -> F:
-    if isinstance(function, type) or not callable(function):
+    # Above @staticmethod or @classmethod: the note goes where it is looked for.
+    noted: object = getattr(function, "__func__", function)
+    if isinstance(noted, type) or not callable(noted):
         raise ConfigError(f"@consume goes on a function or method, not on {function!r}")
-    setattr(function, _CONSUME_NOTE, metadata)
+    setattr(noted, _CONSUME_NOTE, metadata)
     return function
 
 
@@ -246,7 +251,7 @@ def _check(name: str, value: object, kind: type, low: float, high: float | None)
     if isinstance(value, bool) or not isinstance(value, allowed):
         word = "a number" if kind is float else "a whole number"
         raise ConfigError(f"@consume({name}={value!r}): {name} is {word}")
-    if value < low or (high is not None and value > high):
+    if not value >= low or (high is not None and value > high):  # nan is refused too
         limit = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
         raise ConfigError(f"@consume({name}={value!r}): {name} is {limit}")
 
@@ -272,7 +277,7 @@ class Registry:
         channels, handlers = dict(self.channels), list(self.handlers)
         try:
             added = [self._add(*found) for found in _found(target)]
-        except ConfigError:
+        except Exception:
             self.channels, self.handlers = channels, handlers
             raise
         return added
@@ -290,7 +295,7 @@ class Registry:
     def _add(
         self, call: Callable[..., object], metadata: ConsumeMetadata, queue: Channel[object] | None
     ) -> Handler:
-        name = getattr(call, "__qualname__", repr(call))
+        name = _name(call)
         bound = metadata.channel or queue
         if bound is None:
             raise ConfigError(
@@ -335,7 +340,9 @@ def _found(target: object) -> Sequence[_Found]:
             f"service.register({target.__qualname__}(…)), so that qkit need not guess its arguments"
         )
     elif (own := ConsumeMetadata.of(target)) is not None and callable(target):
-        found = [(target, own, None)]
+        owner: object = getattr(target, "__self__", None)  # of a bound method
+        note = QueueMetadata.of(type(owner))
+        found = [(target, own, note.channel if note else None)]
     else:
         found = list(_methods(target))
     if not found:
@@ -380,23 +387,41 @@ def _group_name(qualified: str) -> str:
     return check_name(re.sub(r"[^A-Za-z0-9._-]", "", qualified.replace(".<locals>", "")), "group")
 
 
+def _layers(call: Callable[..., object]) -> list[Callable[..., object]]:
+    """``call`` and what is behind it: partials, decorators, callable objects, to the function."""
+    layers = [call]
+    while True:
+        last = layers[-1]
+        if isinstance(last, functools.partial):
+            layers.append(last.func)
+        elif callable(wrapped := getattr(last, "__wrapped__", None)):
+            layers.append(wrapped)
+        elif not inspect.isroutine(last):
+            layers.append(type(last).__call__)
+        else:
+            return layers
+
+
+def _name(call: Callable[..., object]) -> str:
+    """A handler's qualified name; an address would make another group of it in every process."""
+    names = (getattr(layer, "__qualname__", None) for layer in _layers(call))
+    return next(name for name in names if isinstance(name, str))
+
+
 def _is_async(call: Callable[..., object], name: str) -> bool:
-    target = inspect.unwrap(call)
-    if not inspect.isroutine(target) and callable(target):
-        target = type(target).__call__
-    if inspect.isasyncgenfunction(target) or inspect.isgeneratorfunction(target):
+    layers = _layers(call)
+    if inspect.isasyncgenfunction(layers[-1]) or inspect.isgeneratorfunction(layers[-1]):
         raise HandlerError(f"{name} is a generator: a handler returns, it does not yield")
-    return inspect.iscoroutinefunction(target)
+    # Any of them: an async decorator may wrap a plain function, and a plain one an async.
+    return any(inspect.iscoroutinefunction(layer) for layer in layers)
 
 
 def _params(call: Callable[..., object], name: str, *, batch: bool) -> tuple[ParamMetadata, ...]:
     """How each parameter is filled, or ``HandlerError`` saying which cannot be, and why."""
     try:
         signature = inspect.signature(call)
-        routine = inspect.unwrap(call)
-        source = routine if inspect.isroutine(routine) else type(routine).__call__
-        hints = typing.get_type_hints(source, include_extras=True)
-    except (NameError, TypeError, ValueError) as error:
+        hints = typing.get_type_hints(_layers(call)[-1], include_extras=True)
+    except Exception as error:  # evaluating an annotation can raise anything
         raise HandlerError(
             f"{name}: its annotations cannot be read: {error}; import the types they name at "
             "run time, not only for type checking"
@@ -438,8 +463,10 @@ def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool
                     )
                 given = mark.name if isinstance(mark, Header) else None
                 header = given or parameter.name.replace("_", "-")
+                others = tuple(other for other in marks if other is not mark)  # constraints
+                kind = Annotated[(inner, *others)] if others else inner
                 return ParamMetadata(
-                    parameter.name, "header", inner, keyword_only, header, parameter.default
+                    parameter.name, "header", kind, keyword_only, header, parameter.default
                 )
     if parameter.default is not MISSING:
         raise HandlerError(

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 
 import tenacity
 
-from qkit.errors import BackendUnavailable, CircuitOpen, QueueError
+from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, Retry
 
 __all__ = ["Backoff", "RetryPolicy", "persist"]
 
@@ -85,7 +85,9 @@ class RetryPolicy:
             return None
         if asked is not None:
             return asked
-        return self.backoff.after(attempt) if isinstance(error, self.retry_on) else None
+        # ``Retry`` is the handler's own word, whatever ``retry_on`` says of accidents.
+        again = isinstance(error, (Retry, *self.retry_on))
+        return self.backoff.after(attempt) if again else None
 
 
 async def persist(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from qkit.backend import Capabilities, QueueSpec
-from qkit.channel import Channel, Middleware
+from qkit.channels import Channel, Middleware
 from qkit.codec import Codec
 from qkit.config import RetrySettings, Settings
 from qkit.errors import ConfigError, Unsupported
@@ -88,9 +88,8 @@ class Routes:
         route = self._routes.get(channel.name)
         known = self._registry.channels.get(channel.name)
         if route is None or known is not channel:
-            before = known
             declared = self._registry.declare(channel)
-            if route is None or before is None or declared.options != before.options:
+            if route is None or declared is not known:  # it said something new
                 route = self._routes[channel.name] = self._build(declared)
         return route
 
@@ -134,6 +133,16 @@ class Routes:
                 f"{handler.name}: middleware wraps a single message and this handler takes "
                 "batches; drop the middleware for it, or batch_size",
                 queue=route.name,
+            )
+
+    def check_settings(self) -> None:
+        """Raise for a setting of the whole service that this backend cannot keep."""
+        if self._settings.replicas > 1 and not self._can.replicas:
+            raise ConfigError(
+                f"replicas={self._settings.replicas}: {self._backend} keeps no replicas here; set "
+                "replicas=1, or use a broker that replicates",
+                backend=self._backend,
+                operation="start",
             )
 
     def _build(self, channel: Channel[object]) -> Route:

@@ -6,6 +6,8 @@ The only module that knows both the policies and the backends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -22,7 +24,7 @@ from qkit.backend import (
     SubscriptionSpec,
 )
 from qkit.breaker import CircuitBreaker
-from qkit.channel import Channel, Middleware
+from qkit.channels import Channel, Middleware
 from qkit.clock import Clock, SystemClock
 from qkit.config import Settings
 from qkit.consumer import Consumer
@@ -40,7 +42,7 @@ from qkit.events import (
 from qkit.executor import Executor
 from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
 from qkit.logs import logger
-from qkit.message import DeadLetter, Envelope, Message, Sent, check_name
+from qkit.message import GROUP, DeadLetter, Envelope, Message, Sent, check_name
 from qkit.opening import open_backend
 from qkit.outgoing import SendOptions, make_envelope
 from qkit.registry import Handler, Registry
@@ -93,20 +95,38 @@ class QueueService:
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings if settings is not None else Settings()
-        self._clock: Clock = clock if clock is not None else SystemClock()
-        self._backend = backend or open_backend(self.settings, self._clock)
+        self._middleware = tuple(middleware)
         self._registry = Registry()
         self._counters = Counters()
         self._events = Events()
-        self._telemetry = Telemetry(self._backend.name)
-        self._connection = Connection(self._events, self._clock, self._backend.name)
+        self._threads = HandlerThreads()
+        self._state: State = "new"
+        self._consumers: dict[Consumer, asyncio.Task[None]] = {}
+        self._monitor: asyncio.Task[None] | None = None
+        self._ping_every: float | None = PING_EVERY
+        self._life = asyncio.Lock()  # start and shutdown, one after the other
+        self._declaring = asyncio.Lock()
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+        chosen: Clock = clock if clock is not None else SystemClock()
+        self._wire(backend or open_backend(self.settings, chosen), chosen)
+
+    def _wire(self, backend: Backend, clock: Clock) -> None:
+        """Everything that knows the backend or the clock."""
+        self._backend = backend
+        self._clock = clock
+        self._can_delay = bool(backend.capabilities.delay)
+        self._can_expire = bool(backend.capabilities.ttl)
+        self._hears_deaths = False  # a start that failed and is tried again listens once
+        self._telemetry = Telemetry(backend.name)
+        self._connection = Connection(self._events, clock, backend.name)
         self._breaker = CircuitBreaker(
             failure_threshold=self.settings.breaker.failure_threshold,
             recovery_timeout=self.settings.breaker.recovery_timeout,
-            clock=self._clock,
+            clock=clock,
         )
         self._sender = Sender(
-            self._backend,
+            backend,
             breaker=self._breaker,
             connection=self._connection,
             backoff=Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1),
@@ -114,21 +134,19 @@ class QueueService:
         )
         self._routes = Routes(
             self.settings,
-            self._backend.capabilities,
+            backend.capabilities,
             self._registry,
             self._counters,
-            middleware,
-            self._backend.name,
+            self._middleware,
+            backend.name,
         )
-        self._can_delay = bool(self._backend.capabilities.delay)
-        self._threads = HandlerThreads()
-        self._state: State = "new"
-        self._consumers: dict[Consumer, asyncio.Task[None]] = {}
-        self._monitor: asyncio.Task[None] | None = None
-        self._life = asyncio.Lock()  # start and shutdown, one after the other
-        self._declaring = asyncio.Lock()
-        self._stop = asyncio.Event()
-        self._force = asyncio.Event()
+
+    def rewire(self, backend: Backend, clock: Clock, watch: Callable[[Handler], Handler]) -> None:
+        """For ``qkit.testing``: another backend and clock, handlers watched, no pings."""
+        self._require("rewire", "new")
+        self._wire(backend, clock)
+        self._registry.handlers = [watch(handler) for handler in self._registry.handlers]
+        self._ping_every = None
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -198,13 +216,16 @@ class QueueService:
             except BaseException as error:
                 self._connection.failed(error)
                 await self._close_consumers()
-                await self._backend.aclose()
+                await self._close_backend()
+                for route in self._routes.known():
+                    route.declared = False
                 self._state = "new"
                 raise
             self._state = "running"
 
     def _plan(self) -> list[tuple[Route, Handler]]:
         """Everything that can be refused is refused here, before any connection is tried."""
+        self._routes.check_settings()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self._registry.channels.values()):
             self._routes.of(channel)
@@ -223,8 +244,9 @@ class QueueService:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
             )
-        if isinstance(self._backend, DeadLetterSource):
+        if isinstance(self._backend, DeadLetterSource) and not self._hears_deaths:
             self._backend.on_dead_letter(self._died_in_backend)
+            self._hears_deaths = True  # also if this start fails and is tried again
         for route in self._routes.known():
             await self._declare(route)
         for route, handler in planned:
@@ -232,12 +254,12 @@ class QueueService:
             self._consumers[consumer] = asyncio.create_task(
                 consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
             )
-        self._monitor = asyncio.create_task(self._watch(), name="qkit monitor")
-        ready = [asyncio.ensure_future(consumer.ready.wait()) for consumer in self._consumers]
-        if ready:
-            _, late = await asyncio.wait(ready, timeout=self.settings.send_timeout)
-            for waiting in late:  # the consumer itself goes on trying
-                waiting.cancel()
+        if self._ping_every is not None:
+            self._monitor = asyncio.create_task(self._watch(self._ping_every), name="qkit monitor")
+        with contextlib.suppress(TimeoutError):  # a consumer that is late goes on trying
+            async with asyncio.timeout(self.settings.send_timeout):
+                for consumer in self._consumers:
+                    await consumer.ready.wait()
 
     def _consumer(self, route: Route, handler: Handler) -> Consumer:
         consumer_name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
@@ -267,6 +289,7 @@ class QueueService:
         )
         return Consumer(
             backend=self._backend,
+            declare=functools.partial(self._declare_again, route),
             spec=SubscriptionSpec(
                 queue=route.queue,
                 group=handler.group,
@@ -290,7 +313,7 @@ class QueueService:
             return None
 
         async def write(letter: DeadLetter) -> None:
-            await self._sender.send(letters.name, [letter.to_envelope()])
+            await self._carry(route, letters.name, [letter.to_envelope()])
 
         return write
 
@@ -304,13 +327,13 @@ class QueueService:
 
         def first(name: str) -> None:
             logger.info("%s: shutting down, a second signal forces", name)
-            loop.call_soon_threadsafe(self.stop)
+            self.stop()
 
         def second(name: str) -> None:
             logger.warning("%s again: not waiting for handlers", name)
-            loop.call_soon_threadsafe(self.force)
+            self.force()
 
-        with catch(first, second):
+        with catch(loop, first, second):
             try:
                 await self._stop.wait()
             finally:
@@ -331,13 +354,18 @@ class QueueService:
         by then are cancelled and their messages given back with no attempt charged.
         """
         self._stop.set()
-        task = asyncio.ensure_future(self._shut_down(timeout))
-        # Coming down is not to be cut short: a caller that is cancelled waits for the end of it.
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await task
-            raise
+        task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
+        # Coming down is not to be cut short: a caller that is cancelled, be it again and again,
+        # waits for the end of it.
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None and not task.cancelled():
+            raise cancelled
+        await task
 
     async def _shut_down(self, timeout: float | None) -> None:
         async with self._life:
@@ -352,11 +380,7 @@ class QueueService:
             await self._close_consumers()
             await self._sender.drain()
             self._threads.close()
-            try:
-                async with asyncio.timeout(CLOSE_TIMEOUT):
-                    await self._backend.aclose()
-            except (QueueError, TimeoutError) as error:
-                logger.warning("%s did not close cleanly: %s", self._backend.name, error)
+            await self._close_backend()
             self._state = "closed"
             self._connection.move(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
@@ -401,6 +425,19 @@ class QueueService:
             logger.error("%s: its handler ignores cancellation and is left behind", task.get_name())
         self._consumers.clear()
 
+    async def _close_backend(self) -> None:
+        """Close it, whatever it says to that: nothing is left that could depend on it."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._backend.aclose()
+        except Exception as error:
+            logger.warning(
+                "%s did not close cleanly: %s: %s",
+                self._backend.name,
+                type(error).__name__,
+                error,
+            )
+
     async def __aenter__(self) -> Self:
         """``start``."""
         await self.start()
@@ -436,7 +473,7 @@ class QueueService:
         ``ValueError`` before anything leaves; ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and
         ``BackendUnavailable`` after.
         """
-        route = await self._route(channel, "send")
+        route = self._route(channel, "send")
         return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
 
     @overload
@@ -449,7 +486,7 @@ class QueueService:
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Sent:
         """Broadcast one message: every group of the topic gets a copy. Options as for ``send``."""
-        route = await self._route(channel, "publish")
+        route = self._route(channel, "publish")
         return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
 
     @overload
@@ -471,7 +508,7 @@ class QueueService:
         Every body is checked before the first leaves. Raises ``PartialSend`` when only some were
         accepted: its ``results`` has a ``Sent`` or an error for each.
         """
-        route = await self._route(channel, "send")
+        route = self._route(channel, "send")
         envelopes = [self._envelope(route, body, options) for body in bodies]
         results: list[Sent | QueueError] = []
         for start in range(0, len(envelopes), SEND_GROUP):
@@ -498,13 +535,20 @@ class QueueService:
 
     def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
         try:
-            return make_envelope(route, body, self._clock, can_delay=self._can_delay, **options)
+            return make_envelope(
+                route,
+                body,
+                self._clock,
+                can_delay=self._can_delay,
+                can_expire=self._can_expire,
+                **options,
+            )
         except QueueError as error:
             error.located(backend=self._backend.name, operation="send", queue=route.name)
             raise
 
-    async def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
-        """The channel's route, declared on the broker; the wrong verb is refused."""
+    def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
+        """The channel's route; the wrong verb is refused."""
         if self._state not in ("running", "stopping"):
             self._require(verb, "running")
         name = channel if isinstance(channel, str) else channel.name
@@ -519,8 +563,6 @@ class QueueService:
                 operation=verb,
                 queue=name,
             )
-        if not route.declared:
-            await self._declare(route)
         return route
 
     def _channel(self, channel: Channel[T] | str, *, broadcast: bool) -> Channel[object]:
@@ -530,6 +572,10 @@ class QueueService:
         if known is not None:
             return known
         return Channel(channel, broadcast=True) if broadcast else Channel(channel)
+
+    async def _declare_again(self, route: Route) -> None:
+        route.declared = False
+        await self._declare(route)
 
     async def _declare(self, route: Route) -> None:
         async with self._declaring:
@@ -544,14 +590,24 @@ class QueueService:
         try:
             if self._telemetry.enabled:
                 with self._telemetry.sending(route.name, envelopes):
-                    sent = await self._sender.send(route.queue, envelopes)
+                    sent = await self._carry(route, route.queue, envelopes)
             else:
-                sent = await self._sender.send(route.queue, envelopes)
+                sent = await self._carry(route, route.queue, envelopes)
         except PartialSend as error:
             route.counters.sent += sum(isinstance(item, Sent) for item in error.results)
             raise
         route.counters.sent += len(sent)
         return sent
+
+    async def _carry(self, route: Route, queue: str, envelopes: list[Envelope]) -> list[Sent]:
+        """Through the sender; declares the channel if need be, also if it was deleted since."""
+        if route.declared:
+            try:
+                return await self._sender.send(queue, envelopes)
+            except QueueNotFound:
+                route.declared = False
+        declare = functools.partial(self._declare, route)
+        return await self._sender.send(queue, envelopes, prepare=declare)
 
     # -- steering ----------------------------------------------------------------------------
 
@@ -596,8 +652,9 @@ class QueueService:
 
     def health_check(self) -> Health:
         """How the service is doing. Costs nothing: the connection is watched in the background."""
-        consumers = [consumer.health() for consumer in self._consumers]
-        alive = not any(task.done() for task in self._consumers.values()) and not any(
+        tasks = list(self._consumers.items())  # another thread may ask while it changes
+        consumers = [consumer.health() for consumer, _ in tasks]
+        alive = not any(task.done() for _, task in tasks) and not any(
             consumer.state in ("reconnecting", "starting") for consumer in consumers
         )
         connected = self._connection.state is ConnectionState.CONNECTED
@@ -616,14 +673,14 @@ class QueueService:
         """The counters, together and for each channel."""
         return self._counters.snapshot()
 
-    async def _watch(self) -> None:
+    async def _watch(self, every: float) -> None:
         """Ask the broker now and then, so that health is true also while nothing is sent."""
         while True:
-            await asyncio.sleep(PING_EVERY)
+            await asyncio.sleep(every)
             try:
-                async with asyncio.timeout(PING_EVERY):
+                async with asyncio.timeout(every):
                     await self._backend.ping()
-            except (QueueError, TimeoutError) as error:
+            except Exception as error:  # whatever it is, the watch must go on
                 self._connection.failed(error)
             else:
                 self._connection.worked()
@@ -664,7 +721,7 @@ class QueueService:
                 headers=item.headers,
                 key=item.key,
                 priority=item.priority,
-                attempt=item.attempt,
+                attempt=max(1, item.attempt),  # one that waits for its first delivery has none yet
                 expires_at=item.expires_at,
             )
             for item in found
@@ -686,16 +743,14 @@ class QueueService:
         admin = self._admin("dead_letters", name, "dead_letters")
 
         async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
-            known = self._registry.channels.get(name)
-            route = self._routes.of(known if known is not None else Channel(name))
-            if not route.declared:
-                await self._declare(route)
+            topic = any(GROUP in envelope.headers for envelope in envelopes)
+            route = self._routes.of(self._channel(name, broadcast=topic))
             return await self._hand_over(route, list(envelopes))
 
         return DeadLetters(
             admin,
             channel=name,
-            queue=self._queue(self.settings.dead_letter_name(name)),
+            queue=self.settings.broker_name(self.settings.dead_letter_name(check_name(name))),
             send=send_again,
         )
 

@@ -67,6 +67,8 @@ class Settlement:
         try:
             if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
                 await subscription.ack(delivery)
+            elif isinstance(outcome, Dead):
+                await self._bury(subscription, delivery, outcome)
             else:
                 async with asyncio.timeout(self._timeout):
                     await self._carry_out(subscription, delivery, outcome)
@@ -80,7 +82,10 @@ class Settlement:
             self.last_settle_at = self._connection.last_success_at = self._clock.time()
 
     async def _carry_out(
-        self, subscription: Subscription, delivery: Delivery, outcome: Outcome
+        self,
+        subscription: Subscription,
+        delivery: Delivery,
+        outcome: Done | RetryLater | Pause | Abandon,
     ) -> None:
         match outcome:
             case Done():
@@ -95,8 +100,6 @@ class Settlement:
                 await subscription.release(delivery, wait, count_attempt=False)
             case Abandon():
                 await subscription.release(delivery, 0.0, count_attempt=False)
-            case Dead():
-                await self._bury(subscription, delivery, outcome)
             case _:
                 assert_never(outcome)
 
@@ -124,10 +127,11 @@ class Settlement:
         )
         if self._write is not None:
             try:
-                await self._write(letter)
-            except QueueError as error:
+                await self._write(letter)  # bounded by itself: what follows needs its own time
+            except (QueueError, TimeoutError) as error:
                 self._warn("no dead letter could be written: given back", delivery, error)
-                await subscription.release(delivery, 1.0, count_attempt=False)
+                async with asyncio.timeout(self._timeout):
+                    await subscription.release(delivery, 1.0, count_attempt=False)
                 return
         record_death(
             letter,
@@ -137,7 +141,8 @@ class Settlement:
             consumer=self._consumer,
             error=outcome.error,
         )
-        await subscription.ack(delivery)
+        async with asyncio.timeout(self._timeout):
+            await subscription.ack(delivery)
 
     def _warn(self, text: str, subject: Delivery | Envelope, error: BaseException) -> None:
         envelope = subject.envelope if isinstance(subject, Delivery) else subject

@@ -3,15 +3,21 @@
 The previous handlers are restored afterwards. After the second signal a blocked event loop gets
 two seconds less a little; then the signal's own default ends the process. No ``sys.exit`` here: a
 library must not decide that for its program.
+
+A signal interrupts the main thread anywhere, also inside a lock that is not re-entrant: one of
+logging's streams, ``threading.Event``, the list of threads. So the handler itself takes none.
 """
 
 from __future__ import annotations
 
+import _thread
+import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 __all__ = ["catch"]
@@ -22,9 +28,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def catch(
-    first: Callable[[str], None], second: Callable[[str], None]
+    loop: asyncio.AbstractEventLoop, first: Callable[[str], None], second: Callable[[str], None]
 ) -> Generator[None, None, None]:
-    """Call ``first`` and then ``second`` with the signal's name; they must be thread-safe.
+    """Call ``first`` and then ``second`` in ``loop``, with the signal's name.
 
     Does nothing outside the main thread, where Python delivers no signals.
     """
@@ -32,27 +38,34 @@ def catch(
         yield
         return
     count = 0
-    deadline: threading.Timer | None = None
+    over = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal count, deadline
+        nonlocal count
         count += 1
+        name = signal.Signals(number).name
         if count == 1:
-            first(signal.Signals(number).name)
-            return
-        if deadline is None:
+            tell(first, name)
+        elif count == 2:
             # If the loop is blocked nothing else can end it: restore the default, signal again.
             signal.signal(number, signal.SIG_DFL)
-            deadline = threading.Timer(GRACE, os.kill, (os.getpid(), number))
-            deadline.daemon = True
-            deadline.start()
-            second(signal.Signals(number).name)
+            _thread.start_new_thread(insist, (number,))  # threading.Timer would take locks
+            tell(second, name)
+
+    def tell(whom: Callable[[str], None], name: str) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the end is near in any case
+            loop.call_soon_threadsafe(whom, name)
+
+    def insist(number: int) -> None:  # pragma: no cover  # coverage sees no such thread
+        time.sleep(GRACE)
+        if not over:
+            os.kill(os.getpid(), number)
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield
     finally:
-        if deadline is not None:
-            deadline.cancel()
+        over = True
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # None: not set from Python, and so not to be restored from here.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

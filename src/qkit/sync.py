@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack, cast, overload
 
 from qkit.backend import Backend, Capabilities, QueueStats
-from qkit.channel import Channel, Middleware
+from qkit.channels import Channel, Middleware
 from qkit.config import Settings
 from qkit.dead_letters import DeadLetters
 from qkit.errors import LifecycleError
 from qkit.events import EventName
 from qkit.health import ConnectionState, Health, Metrics
+from qkit.logs import logger
 from qkit.message import DeadLetter, Message, Sent
 from qkit.outgoing import SendOptions
 from qkit.registry import Handler
@@ -22,6 +24,8 @@ from qkit.service import QueueService
 from qkit.signals import catch
 
 __all__ = ["SyncDeadLetters", "SyncQueueService"]
+
+LAST_WORDS = 1.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,11 +51,12 @@ class SyncQueueService:
         backend: Backend | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="qkit-loop", daemon=True
-        )
         self._service = QueueService(settings, backend=backend, middleware=middleware)
+        self._loop: asyncio.AbstractEventLoop | None = None  # from start to shutdown
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._life = threading.Lock()  # start and shutdown, one after the other
+        self._entry = threading.Lock()  # no call may enter a loop that is about to end
         self._stopped = threading.Event()
 
     @property
@@ -79,21 +84,37 @@ class SyncQueueService:
     def start(self) -> None:
         """As ``QueueService.start``."""
         _outside_a_loop("start")
-        if not self._thread.is_alive() and not self._loop.is_closed():
-            self._thread.start()
-        self._call(self._service.start())
+        with self._life:
+            if self._closed:
+                raise LifecycleError(
+                    "this service was shut down, and a service starts once: make a new "
+                    "SyncQueueService",
+                    operation="start",
+                )
+            if self._loop is None:
+                self._open_loop()
+            try:
+                self._call(self._service.start())
+            except BaseException:  # it may be tried again, in a new loop
+                self._close_loop()
+                raise
 
     def run(self) -> None:
         """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed."""
         self.start()
+        loop = self._loop
+        if loop is None:
+            return  # another thread has shut it down already
 
         def first(name: str) -> None:
+            logger.info("%s: shutting down, a second signal forces", name)
             self.stop()
 
         def second(name: str) -> None:
-            self._loop.call_soon_threadsafe(self._service.force)
+            logger.warning("%s again: not waiting for handlers", name)
+            self._service.force()
 
-        with catch(first, second):
+        with catch(loop, first, second):
             try:
                 self._stopped.wait()
             finally:
@@ -105,14 +126,29 @@ class SyncQueueService:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As ``QueueService.shutdown``; ends the loop's thread as well."""
+        _outside_a_loop("shutdown")
         self._stopped.set()
-        if self._loop.is_closed():
-            return
-        if self._thread.is_alive():
-            self._call(self._service.shutdown(timeout))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
+        with self._life:
+            self._closed = True
+            if self._loop is not None:
+                try:
+                    self._call(self._service.shutdown(timeout))
+                finally:
+                    self._close_loop()
+
+    def _open_loop(self) -> None:
+        loop = asyncio.new_event_loop()
+        self._loop = loop
+        self._thread = threading.Thread(target=_serve, args=(loop,), name="qkit-loop", daemon=True)
+        self._thread.start()
+
+    def _close_loop(self) -> None:
+        with self._entry:
+            loop, self._loop = self._loop, None
+        thread, self._thread = self._thread, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
 
     def __enter__(self) -> Self:
         """``start``."""
@@ -223,17 +259,20 @@ class SyncQueueService:
     def _call(self, work: Coroutine[object, object, R]) -> R:
         try:
             _outside_a_loop("a call")
-            if not self._thread.is_alive():
-                raise LifecycleError(
-                    "this service is not running: use `with service:` or service.start(), and a "
-                    "new SyncQueueService after shutdown"
-                )
+            with self._entry:
+                if self._loop is None:
+                    raise LifecycleError(
+                        "this service is not running: use `with service:` or service.start(), "
+                        "and a new SyncQueueService after shutdown"
+                    )
+                future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except LifecycleError:
             work.close()
             raise
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
+        except CancelledError:
+            raise LifecycleError("the service was shut down before this call was done") from None
         except BaseException:
             future.cancel()  # a KeyboardInterrupt here must not leave the work running there
             raise
@@ -251,27 +290,44 @@ class SyncDeadLetters:
         self._call = call
 
     def list(
-        self, limit: int = 100, *, reason: str | None = None, error: str | None = None
+        self,
+        limit: int = 100,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+        ids: Collection[str] | str | None = None,
     ) -> list[DeadLetter]:
         """As ``DeadLetters.list``."""
-        return self._call(self._letters.list(limit, reason=reason, error=error))
+        return self._call(self._letters.list(limit, reason=reason, error=error, ids=ids))
 
     def replay(
         self,
-        ids: Iterable[str] | None = None,
+        ids: Collection[str] | str | None = None,
         *,
         reason: str | None = None,
         error: str | None = None,
         limit: int | None = None,
     ) -> int:
         """As ``DeadLetters.replay``."""
-        chosen = None if ids is None else set(ids)
-        work = self._letters.replay(chosen, reason=reason, error=error, limit=limit)
-        return self._call(work)
+        return self._call(self._letters.replay(ids, reason=reason, error=error, limit=limit))
 
     def purge(self) -> int:
         """As ``DeadLetters.purge``."""
         return self._call(self._letters.purge())
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped; whoever still waits in it is told, then it is closed."""
+    try:
+        loop.run_forever()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:  # not for ever: a handler may ignore its cancellation
+            loop.run_until_complete(asyncio.wait(left, timeout=LAST_WORDS))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 def _outside_a_loop(operation: str) -> None:

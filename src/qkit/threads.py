@@ -12,10 +12,13 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
 
 __all__ = ["HandlerThreads"]
 
-_Job = tuple[contextvars.Context, Callable[[], object], asyncio.Future[object]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class HandlerThreads:
@@ -26,56 +29,75 @@ class HandlerThreads:
 
     def __init__(self, name: str = "qkit-handler") -> None:
         self._name = name
+        self._pool = _DaemonPool(name)
+
+    def submit(self, call: Callable[[], object]) -> asyncio.Future[object]:
+        """Run ``call`` in a thread, in a copy of this context; return a future of its result."""
+        context = contextvars.copy_context()
+
+        def run() -> object:
+            return context.run(_without_stop_iteration, call)
+
+        # By the loop's own way, so that a virtual clock knows of it.
+        return asyncio.get_running_loop().run_in_executor(self._pool, run)
+
+    def close(self) -> None:
+        """Let idle threads end; busy ones end when their call returns."""
+        self._pool.close()
+
+
+class _DaemonPool(Executor):
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._numbers = itertools.count(1)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = 0
         self._threads = 0
 
-    def submit(self, call: Callable[[], object]) -> asyncio.Future[object]:
-        """Run ``call`` in a thread, in a copy of this context; return a future of its result."""
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._jobs.put((contextvars.copy_context(), call, future))
+    def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        future: Future[R] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as error:  # it belongs to whoever awaits the future
+                self._resting()
+                future.set_exception(error)
+            else:
+                self._resting()
+                future.set_result(result)
+
         with self._lock:
+            self._calls.put(run)
             if self._idle > 0:
                 self._idle -= 1
                 return future
             self._threads += 1
-        threading.Thread(
-            target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True
-        ).start()
+        name = f"{self._name}-{next(self._numbers)}"
+        threading.Thread(target=self._work, name=name, daemon=True).start()
         return future
 
     def close(self) -> None:
-        """Let idle threads end; busy ones end when their call returns."""
         with self._lock:
             for _ in range(self._threads):
-                self._jobs.put(None)
+                self._calls.put(None)
+
+    def _resting(self) -> None:
+        """This thread is as good as idle, also for whoever hears of its result first."""
+        with self._lock:
+            self._idle += 1
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            context, call, future = job
-            result: object = None
-            error: BaseException | None = None
-            try:
-                result = context.run(call)
-            except BaseException as exc:  # it belongs to whoever awaits the future
-                error = exc
-            with self._lock:
-                self._idle += 1
-            try:
-                future.get_loop().call_soon_threadsafe(_resolve, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody is left to hear it
-                return
-            del job, context, call, future, result, error  # hold nothing while idle
+        while (call := self._calls.get()) is not None:
+            call()
+            del call  # hold nothing while idle
 
 
-def _resolve(future: asyncio.Future[object], result: object, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, StopIteration):  # a future refuses it
-        future.set_exception(RuntimeError("the handler raised StopIteration"))
-    else:
-        future.set_exception(error)
+def _without_stop_iteration(call: Callable[[], object]) -> object:
+    try:
+        return call()
+    except StopIteration as error:  # a future refuses to carry it
+        raise RuntimeError("the handler raised StopIteration") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final, TypeVar
 
@@ -26,7 +26,8 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.message import DeadLetter, Envelope, Sent
-from qkit.native.actor import QueueActor, QueueConfig, envelope_of
+from qkit.native.actor import QueueActor, envelope_of
+from qkit.native.config import QueueConfig
 from qkit.native.engine import Engine
 
 __all__ = ["NativeBackend", "NativeSubscription"]
@@ -172,7 +173,9 @@ class NativeBackend:
         return self._subscription(spec)
 
     @asynccontextmanager
-    async def _subscription(self, spec: SubscriptionSpec) -> AsyncIterator[NativeSubscription]:
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[NativeSubscription, None]:
         actor = self._engine.queue(spec.queue, "subscribe", spec.group)
         subscription = NativeSubscription(actor, spec, self._clock)
         actor.consumers += 1
@@ -278,9 +281,9 @@ class NativeSubscription:
                 await self._wait(self._parked, again=again)
                 again = True
             else:
-                self._actor.nudge()  # perhaps it was woken for one that it cannot take
+                # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
                 await self._wait(self._blocked)
-        self._actor.nudge()
+        self._actor.nudge()  # perhaps it was woken for a message just before it was stopped
         return []
 
     async def _wait(self, among: set[asyncio.Future[None]], *, again: bool = False) -> None:

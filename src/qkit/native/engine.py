@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock, SystemClock
@@ -20,100 +20,24 @@ from qkit.errors import (
     ConfigError,
     InvalidBody,
     LifecycleError,
-    MessageNotFound,
     QueueNotFound,
     SubscriptionLost,
     Unsupported,
 )
-from qkit.message import DeadLetter, Envelope, Reason, Sent, check_name, new_id
-from qkit.native.actor import QueueActor, QueueConfig, envelope_of
-from qkit.native.queue import Dead
+from qkit.message import DeadLetter, Envelope, Sent, check_name, new_id
+from qkit.native.actor import QueueActor, envelope_of
+from qkit.native.config import QueueConfig
+from qkit.native.dead import Dead
+from qkit.native.delivery import Delivery
 from qkit.native.stored import Stored
 from qkit.native.topic import Topic
 
-__all__ = ["Delivery", "Engine"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger("qkit.native")
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
-_SETTLED: Final = -1
-_new_tuple = tuple.__new__
-
-
-class Delivery:
-    """One delivery of a message, to be settled with ``ack`` or ``nack`` before its lease ends."""
-
-    __slots__ = ("_actor", "_message", "_token", "retry_count")
-
-    def __init__(self, actor: QueueActor, message: Stored) -> None:
-        self._actor = actor
-        self._message = message
-        self._token = message.state
-        self.retry_count = message.attempt - 1
-
-    def __repr__(self) -> str:
-        return f"<Delivery {self.message_id} of {self._actor.name}, retry {self.retry_count}>"
-
-    @property
-    def message_id(self) -> str:
-        """The id that ``publish`` returned."""
-        return self._message.id
-
-    @property
-    def body(self) -> bytes:
-        """The bytes as published."""
-        return self._message.body
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """A copy of the headers as published."""
-        return dict(self._message.headers or {})
-
-    @property
-    def priority(self) -> int:
-        """The priority, 0 the lowest."""
-        return self._message.priority
-
-    @property
-    def key(self) -> str | None:
-        """The key, if it was published with one."""
-        return self._message.key
-
-    async def ack(self) -> None:
-        """The work is done: forget the message.
-
-        Raises ``AckDeadlineExceeded`` if the lease is lost, ``MessageNotFound`` if this delivery
-        was settled before.
-        """
-        self._actor.state.ack(self._token if self._token > 0 else self._settled())
-        self._token = _SETTLED
-
-    async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
-        """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
-        token = self._token if self._token > 0 else self._settled()
-        actor, attempt = self._actor, self.retry_count + 1
-        limit = actor.config.max_deliveries
-        alive = False
-        if not requeue:
-            actor.reject(token, Reason.EXPLICIT_NACK)
-        elif limit is not None and attempt >= limit:
-            actor.reject(token, Reason.MAX_RETRIES_EXCEEDED)
-        else:
-            alive = actor.release(token, actor.config.delay_after(attempt))
-        self._token = _SETTLED
-        return "requeued" if alive else "dead_lettered"
-
-    async def extend(self, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
-        self._actor.extend(self._token if self._token > 0 else self._settled(), seconds)
-
-    def _settled(self) -> int:
-        raise MessageNotFound(
-            "this delivery was settled before: settle each one once",
-            queue=self._actor.name,
-            message_id=self.message_id,
-        )
 
 
 class Engine:
@@ -202,6 +126,7 @@ class Engine:
         doubled each time. Dead letters go to ``{name}_dlq``. Raises ``ConfigError`` if it exists
         with other options, ``InvalidName``.
         """
+        check_name(name)
         config = QueueConfig(
             broadcast=broadcast,
             max_depth=max_depth,
@@ -221,12 +146,10 @@ class Engine:
         """Make sure that a queue exists with those fields of ``config`` that are insisted on.
 
         The others are what it gets if nobody says otherwise. Raises ``ConfigError`` when two
-        declarations insist on different things.
+        declarations insist on different things. The name is taken as it is: a prefix or suffix
+        may have made it longer than a channel's name can be.
         """
         loop = self._own_loop()
-        check_name(name)
-        if config.dead_letter is not None:
-            check_name(config.dead_letter)
         channel = self._channels.get(name)
         if channel is None:
             self._channels[name] = (
@@ -353,8 +276,8 @@ class Engine:
         position = channel.put(
             now, message_id, body, dict(headers) if headers else None, key, priority, due, expires
         )
-        # What Sent(…) does, in half its time: it is a large part of a publish.
-        return _new_tuple(Sent, (message_id, position))
+        # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
+        return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
     async def consume(
         self,

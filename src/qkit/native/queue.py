@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueError, QueueFull
 from qkit.message import Reason
+from qkit.native.agenda import Agenda
+from qkit.native.dead import Dead, LeaseExpired, TimeToLiveExpired
 from qkit.native.stored import (
     COMPACT_ABOVE,
     GONE,
@@ -24,26 +26,10 @@ from qkit.native.stored import (
     TaggedStored,
 )
 
-__all__ = ["DEFAULT_PRIORITY", "Dead", "LeaseExpired", "QueueState", "TimeToLiveExpired"]
+__all__ = ["DEFAULT_PRIORITY", "QueueState"]
 
 DEFAULT_PRIORITY: Final = 5
 TICK: Final = 0.001  # how exact ``since`` is; messages of one tick share one float
-
-
-class LeaseExpired(Exception):
-    """Every delivery that was allowed ended without an answer."""
-
-
-class TimeToLiveExpired(Exception):
-    """The message was not delivered within its time to live."""
-
-
-class Dead(NamedTuple):
-    """A message that left its queue without being handled, for its owner to route."""
-
-    message: Stored
-    reason: Reason
-    error: Exception | None
 
 
 class QueueState:
@@ -61,7 +47,6 @@ class QueueState:
         "_default_priority",
         "_drop_oldest",
         "_expiries",
-        "_expiries_stale",
         "_extended",
         "_held_by",
         "_leases",
@@ -105,13 +90,12 @@ class QueueState:
         self.dead: list[Dead] = []  # collected and emptied by the owner
 
         self._size = 0
-        self._next = 0  # one counter numbers deliveries and breaks ties in the heaps
+        self._next = 0  # the last delivery's token
         self._tick = float("-inf")
         self._ready = ReadyBuckets()
-        self._scheduled: list[tuple[float, int, Stored]] = []
+        self._scheduled = Agenda()
         self._scheduled_live = 0
-        self._expiries: list[tuple[float, int, Stored]] = []
-        self._expiries_stale = 0
+        self._expiries = Agenda()
         self._leases: dict[int, Stored] = {}  # by token
         self._deadlines: list[tuple[float, int]] = []  # at least one entry for each lease
         self._extended: dict[int, float] = {}  # the true end of leases that were extended
@@ -212,8 +196,7 @@ class QueueState:
         message.key = key
         message.expires = expires
         if expires is not None:
-            self._next += 1
-            heappush(self._expiries, (expires, self._next, message))
+            self._expiries.add(expires, message)
         return message
 
     def check(self, id: str, priority: int | None) -> None:
@@ -237,7 +220,7 @@ class QueueState:
     def _make_room(self) -> None:
         oldest = self._ready.oldest()
         if oldest is None and self._scheduled_live:
-            oldest = min(item for item in self._scheduled if item[2].state == SCHEDULED)[2]
+            oldest = next(message for _, message in self._scheduled)
         if oldest is not None:  # else consumers hold every one: one over the limit, then
             self._discard(oldest)
             self.dropped += 1
@@ -245,8 +228,7 @@ class QueueState:
     def _schedule(self, message: Stored, due: float) -> None:
         message.state = SCHEDULED
         self._scheduled_live += 1
-        self._next += 1
-        heappush(self._scheduled, (due, self._next, message))
+        self._scheduled.add(due, message)
 
     def _back_to_ready(self, message: Stored) -> None:
         message.state = READY
@@ -300,7 +282,7 @@ class QueueState:
         self._size -= 1
         self.acked += 1
         if message.expires is not None:
-            self._trim_expiries()
+            self._expiries.outdate()
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
         """Give up on a held message: it joins the dead."""
@@ -410,16 +392,8 @@ class QueueState:
 
     def next_due(self) -> float | None:
         """When ``expire`` has something to do next; perhaps a little early, never late."""
-        lease = self.next_lease()
-        while self._scheduled and self._scheduled[0][2].state != SCHEDULED:
-            heappop(self._scheduled)
-        while self._expiries and self._expiries[0][2].state == GONE:
-            heappop(self._expiries)
-            self._expiries_stale -= 1
-        dues = [heap[0][0] for heap in (self._scheduled, self._expiries) if heap]
-        if lease is not None:
-            dues.append(lease)
-        return min(dues, default=None)
+        dues = (self._scheduled.first(), self._expiries.first(), self.next_lease())
+        return min((due for due in dues if due is not None), default=None)
 
     def next_lease(self) -> float | None:
         """When a lease may end next."""
@@ -429,10 +403,7 @@ class QueueState:
         return deadlines[0][0] if deadlines else None
 
     def _advance(self, now: float) -> None:
-        while self._scheduled and self._scheduled[0][0] <= now:
-            message = heappop(self._scheduled)[2]
-            if message.state != SCHEDULED:
-                continue
+        while (message := self._scheduled.pop_due(now)) is not None:
             self._scheduled_live -= 1
             if message.sequence:
                 self._back_to_ready(message)
@@ -440,11 +411,8 @@ class QueueState:
                 message.state = READY
                 message.since = now
                 self._ready.append(message)
-        while self._expiries and self._expiries[0][0] <= now:
-            message = heappop(self._expiries)[2]
-            if message.state == GONE:
-                self._expiries_stale -= 1
-            elif message.state <= READY:  # in flight: looked at again when it is given back
+        while (message := self._expiries.pop_due(now)) is not None:
+            if message.state <= READY:  # one in flight is looked at when it is given back
                 self._remove_waiting(message)
                 self._bury(message, Reason.TTL_EXPIRED, _expired(message))
 
@@ -454,19 +422,7 @@ class QueueState:
         message.state = GONE
         self._size -= 1
         if message.expires is not None:
-            self._trim_expiries()
-
-    def _trim_expiries(self) -> None:
-        """Note that a message with an expiry has left; drop stale entries once they are many.
-
-        It counts also when its entry went before it: too high a count only means that the
-        rebuild, which sets it right, comes early.
-        """
-        self._expiries_stale += 1
-        if self._expiries_stale > COMPACT_ABOVE + len(self._expiries) // 2:
-            self._expiries = [item for item in self._expiries if item[2].state != GONE]
-            heapify(self._expiries)
-            self._expiries_stale = 0
+            self._expiries.outdate()
 
     def _bury(self, message: Stored, reason: Reason, error: Exception | None) -> None:
         self._leave(message)
@@ -474,15 +430,12 @@ class QueueState:
 
     def _remove_waiting(self, message: Stored) -> None:
         """Take a ready or scheduled message out of its place, leaving a stale entry."""
-        if message.state == SCHEDULED:
-            message.state = GONE
+        was_scheduled = message.state == SCHEDULED
+        message.state = GONE
+        if was_scheduled:
             self._scheduled_live -= 1
-            if len(self._scheduled) > 2 * self._scheduled_live + COMPACT_ABOVE:
-                live = [item for item in self._scheduled if item[2].state == SCHEDULED]
-                heapify(live)
-                self._scheduled = live
+            self._scheduled.outdate()
         else:
-            message.state = GONE
             self._ready.discard(message)
 
     def _discard(self, message: Stored) -> None:
@@ -509,8 +462,7 @@ class QueueState:
         """Ready messages in order of delivery, then scheduled ones with the time they are due."""
         for message in self._ready:
             yield message, None
-        live = [item for item in self._scheduled if item[2].state == SCHEDULED]
-        for due, _, message in sorted(live):
+        for due, message in self._scheduled:
             yield message, due
 
     def peek(self, limit: int) -> list[tuple[Stored, float | None]]:
@@ -523,11 +475,9 @@ class QueueState:
         for message, _ in self.waiting():
             message.state = GONE
         self._ready.clear()
-        self._scheduled.clear()
+        self._scheduled.rebuild()
         self._scheduled_live = 0
-        self._expiries = [item for item in self._expiries if item[2].state > READY]
-        heapify(self._expiries)
-        self._expiries_stale = 0
+        self._expiries.rebuild()
         self._size = len(self._leases)
         return removed
 

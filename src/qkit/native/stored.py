@@ -99,7 +99,7 @@ class ReadyBuckets:
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
-        self._mask = 0
+        self._mask: int = 0
 
     def append(self, message: Stored) -> int:
         """Add a message that was never delivered; return how many are ahead of it."""

@@ -7,7 +7,8 @@ from dataclasses import fields
 
 from qkit.backend import QueueStats
 from qkit.message import GROUP, Envelope
-from qkit.native.actor import QueueActor, QueueConfig
+from qkit.native.actor import QueueActor
+from qkit.native.config import QueueConfig
 
 __all__ = ["Topic"]
 

@@ -56,8 +56,9 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "max_priority": (0, 255),
     "max_depth": (1, float("inf")),
     "ack_deadline": (0.001, 43_200),
-    "ttl": (0.001, float("inf")),
+    "ttl": (0.001, 1e9),
 }
+_WHOLE = ("prefetch", "max_priority", "max_depth")
 _FLAGS = ("broadcast", "dead_letter", "ordered")
 _LISTS = ("retry_on", "dead_on", "middleware")
 
@@ -107,9 +108,12 @@ class Channel(Generic[T]):
                     f"{mine[name]!r} at {self.place}, {theirs[name]!r} at {other.place}; "
                     "declare one Channel and use it in both places"
                 )
-        merged = Channel(self.name)
-        merged.type = cast("type[object] | None", self.type) or other.type
-        merged.options = cast("ChannelOptions", {**other.options, **self.options})
+        known = cast("Channel[object]", self)
+        options = cast("ChannelOptions", {**other.options, **self.options})
+        if options == self.options and (self.type is not None or other.type is None):
+            return known  # nothing new was said, so that whoever keeps it can tell
+        merged = Channel(self.name, **options)  # options that do not go together are refused
+        merged.type = known.type if known.type is not None else other.type
         merged.place = self.place
         return merged
 
@@ -130,6 +134,8 @@ def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
             low, high = _NUMBERS[option]
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise refuse(option, f"a number, not {type(value).__name__}")
+            if option in _WHOLE and not isinstance(value, int):
+                raise refuse(option, f"a whole number, not {value!r}")
             if not low <= value <= high:
                 upper = f" and at most {high:g}" if high < float("inf") else ""
                 raise refuse(option, f"{value!r} must be at least {low:g}{upper}")

@@ -1,0 +1,150 @@
+"""A backend of one's own: queues in plain lists, first in, first out, delivered at least once.
+
+``qkit.conformance`` proves it, docs/backends.md explains it. As a package it would be announced
+by ``[project.entry-points."qkit.backends"] toy = "custom_backend:open_toy"``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import qkit
+from qkit import Capabilities, Delivery, Envelope, QueueSpec, QueueStats, Sent, SubscriptionSpec
+from qkit.backend import Support
+
+
+@dataclass
+class Queue:
+    """What is ready, what is held by a receipt, and an event for those who wait."""
+
+    spec: QueueSpec
+    ready: list[Envelope] = field(default_factory=list)
+    held: dict[object, Envelope] = field(default_factory=dict)
+    deleted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Toy:
+    """``Backend`` and ``Admin``; toys that are given the same ``queues`` share a broker."""
+
+    name: str = "toy"
+    capabilities: Capabilities = Capabilities(
+        redelivery=Support.NATIVE,
+        ttl=Support.EMULATED,  # the envelope carries the expiry, qkit looks at it
+        key_order=Support.EMULATED,  # by qkit's key lanes
+        dead_letters=Support.EMULATED,  # qkit writes them, the methods of Admin show them
+        prefetch=Support.EMULATED,
+        batch=Support.EMULATED,
+        **dict.fromkeys(("depth", "peek", "purge", "delete"), Support.NATIVE),
+    )
+
+    def __init__(self, queues: dict[str, Queue] | None = None) -> None:
+        self._queues = queues if queues is not None else {}
+
+    async def start(self) -> None: ...
+    async def ping(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+    async def declare(self, spec: QueueSpec) -> None:
+        if spec.passive:
+            self._queue(spec.name)
+        self._queues.setdefault(spec.name, Queue(spec))
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        target = self._queue(queue)
+        room = (target.spec.max_depth or 100_000) - len(target.ready) - len(target.held)
+        excess = len(envelopes) - room
+        if excess > 0 and not target.spec.drop_oldest:
+            raise qkit.QueueFull(f"{queue} is full: consume some first", queue=queue)
+        del target.ready[: max(0, excess)]
+        target.ready += [replace(item, headers=dict(item.headers)) for item in envelopes]
+        target.changed.set()
+        return [Sent(envelope.id) for envelope in envelopes]
+
+    @asynccontextmanager
+    async def subscribe(self, spec: SubscriptionSpec) -> AsyncGenerator[ToySubscription, None]:
+        subscription = ToySubscription(self._queue(spec.queue), spec.prefetch)
+        try:
+            yield subscription
+        finally:
+            await subscription.stop()
+            for delivery in list(subscription.mine.values()):
+                await subscription.release(delivery, 0.0, count_attempt=False)
+
+    async def queues(self) -> list[str]:
+        return list(self._queues)
+
+    async def stats(self, queue: str) -> QueueStats:
+        found = self._queue(queue)
+        return QueueStats(queue=queue, depth=len(found.ready), in_flight=len(found.held))
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        return [replace(item) for item in self._queue(queue).ready[:limit]]
+
+    async def purge(self, queue: str) -> int:
+        return await self.remove(queue, [item.id for item in self._queue(queue).ready])
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        ready, before = self._queue(queue).ready, len(self._queue(queue).ready)
+        ready[:] = [item for item in ready if item.id not in ids]
+        return before - len(ready)
+
+    async def delete(self, queue: str) -> None:
+        self._queue(queue).deleted = True
+        self._queues.pop(queue).changed.set()
+
+    def _queue(self, name: str) -> Queue:
+        if name not in self._queues:
+            raise qkit.QueueNotFound(f"there is no queue {name!r}", backend="toy", queue=name)
+        return self._queues[name]
+
+
+class ToySubscription:
+    """Deliveries are kept by a receipt, so that settling twice finds nothing to settle."""
+
+    def __init__(self, queue: Queue, prefetch: int) -> None:
+        self.mine: dict[object, Delivery] = {}
+        self._queue, self._prefetch, self._stopped = queue, prefetch, False
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        # Nothing is awaited between look and claim: a cancellation finds nothing in hand.
+        while not self._stopped:
+            if self._queue.deleted:
+                raise qkit.SubscriptionLost("the queue was deleted", backend="toy")
+            room = min(limit, self._prefetch - len(self.mine))
+            taken = [self._queue.ready.pop(0) for _ in self._queue.ready[: max(0, room)]]
+            if taken:
+                return [self._hold(envelope) for envelope in taken]
+            self._queue.changed.clear()
+            await self._queue.changed.wait()
+        return []
+
+    def _hold(self, envelope: Envelope) -> Delivery:
+        delivery = Delivery(replace(envelope), self._queue.spec.name, receipt := object())
+        self._queue.held[receipt], self.mine[receipt] = envelope, delivery
+        return delivery
+
+    async def ack(self, delivery: Delivery) -> None:
+        if self.mine.pop(delivery.receipt, None) is None:
+            raise qkit.MessageNotFound("settled before", message_id=delivery.envelope.id)
+        del self._queue.held[delivery.receipt]
+        self._queue.changed.set()
+
+    async def release(self, delivery: Delivery, _: float, *, count_attempt: bool = True) -> None:
+        await self.ack(delivery)
+        again = delivery.envelope.attempt + count_attempt
+        self._queue.ready.insert(0, replace(delivery.envelope, attempt=again))
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        raise qkit.Unsupported("the toy knows no leases", backend="toy", operation="extend")
+
+    async def stop(self) -> None:
+        self._stopped = True
+        self._queue.changed.set()
+
+
+def open_toy(settings: qkit.Settings) -> Toy:
+    return Toy()

@@ -1,0 +1,63 @@
+"""The contract of a backend as a pytest suite.
+
+A backend's author subclasses ``Conformance`` and says how to make a backend::
+
+    class TestMyBackend(Conformance):
+        column = MyBackend.capabilities
+
+        @pytest_asyncio.fixture
+        async def new_backend(self, clock):
+            yield lambda: MyBackend("localhost:1234")
+
+Every scenario that the capabilities call for runs; every feature that is unsupported is proven to
+be refused. It needs pytest and pytest-asyncio.
+"""
+
+from qkit.conformance.administration import Administration
+from qkit.conformance.dead_letters import DeadLetterRecords
+from qkit.conformance.delivery import Deliveries
+from qkit.conformance.failure import Failure
+from qkit.conformance.foreign import Foreign
+from qkit.conformance.handlers import Handlers
+from qkit.conformance.harness import Harness, NewBackend, requires
+from qkit.conformance.headers import Headers
+from qkit.conformance.health import HealthAndMetrics
+from qkit.conformance.lifecycle import Lifecycle
+from qkit.conformance.names import Names
+from qkit.conformance.outages import Outages
+from qkit.conformance.reconnect import Reconnect
+from qkit.conformance.refusals import Refusals
+from qkit.conformance.send_faults import SendFaults
+from qkit.conformance.send_limits import SendLimits
+from qkit.conformance.sending import Sending
+from qkit.conformance.settlement import Settlement
+from qkit.conformance.tampering import Tampered
+from qkit.conformance.timing import Timing
+from qkit.conformance.topics import Topics
+from qkit.matrix import COLUMNS, MATRIX
+
+__all__ = ["COLUMNS", "MATRIX", "Conformance", "Harness", "NewBackend", "Tampered", "requires"]
+
+
+class Conformance(
+    Sending,
+    SendLimits,
+    SendFaults,
+    Deliveries,
+    Timing,
+    Handlers,
+    Settlement,
+    Failure,
+    Outages,
+    DeadLetterRecords,
+    Topics,
+    Lifecycle,
+    Reconnect,
+    HealthAndMetrics,
+    Administration,
+    Headers,
+    Foreign,
+    Names,
+    Refusals,
+):
+    """Every scenario of the contract."""

@@ -1,0 +1,164 @@
+"""Handlers: functions, methods and threads, batches, and what each sees of its message."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from qkit.channels import Channel
+from qkit.clock import Clock
+from qkit.conformance.harness import Harness, Serve, requires
+from qkit.message import Message
+from qkit.registry import channel, consume
+
+__all__ = ["Handlers"]
+
+
+class Handlers(Harness):
+    """What can be a handler, and how it is called."""
+
+    # -- batches -----------------------------------------------------------------------------
+
+    @requires("batch")
+    async def test_a_full_batch_is_handled_at_once(self, serve: Serve, name: str) -> None:
+        batches: list[list[int]] = []
+
+        @consume(name, batch_size=3, batch_wait=60)
+        async def handle(numbers: list[int]) -> None:
+            batches.append(numbers)
+
+        service = await serve(handle)
+        await service.send_many(name, range(3), key="one")
+        await self.until(lambda: batches, within=5)
+        assert batches == [[0, 1, 2]]
+
+    @requires("batch")
+    async def test_a_batch_that_does_not_fill_is_handled_after_its_wait(
+        self, serve: Serve, name: str
+    ) -> None:
+        batches: list[list[int]] = []
+
+        @consume(name, batch_size=100, batch_wait=1.0)
+        async def handle(numbers: list[int]) -> None:
+            batches.append(numbers)
+
+        service = await serve(handle)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await service.send_many(name, range(3), key="one")
+        await self.until(lambda: batches)
+        assert self.on_time(loop.time() - begun, 1.0)
+        assert batches == [[0, 1, 2]]
+
+    @requires("batch")
+    async def test_a_backlog_is_handled_in_several_batches(self, serve: Serve, name: str) -> None:
+        batches: list[list[int]] = []
+        ids: list[str] = []
+
+        @consume(name, batch_size=10, batch_wait=0.2)
+        async def handle(numbers: list[int], messages: list[Message]) -> None:
+            assert len(numbers) == len(messages)
+            batches.append(numbers)
+            ids.extend(message.id for message in messages)
+
+        service = await serve(handle)
+        sent = await service.send_many(name, range(25), key="one")
+        await self.until(lambda: sum(map(len, batches)) >= 25)
+        assert [number for batch in batches for number in batch] == list(range(25))
+        assert ids == [item.message_id for item in sent]
+        assert max(map(len, batches)) <= 10
+
+    # -- to what -----------------------------------------------------------------------------
+
+    async def test_functions_methods_and_static_methods_are_handlers(
+        self, serve: Serve, name: str
+    ) -> None:
+        got: list[tuple[str, int]] = []
+
+        @channel(f"{name}.method")
+        class Method:
+            def __init__(self, prefix: str) -> None:
+                self.prefix = prefix
+
+            @consume
+            async def handle(self, number: int) -> None:
+                got.append((self.prefix, number))
+
+        @channel(Channel(f"{name}.static", int))
+        class Static:
+            @staticmethod
+            @consume(concurrency=2)
+            async def handle(number: int) -> None:
+                got.append(("static", number))
+
+        @consume(f"{name}.function")
+        async def function(number: int) -> None:
+            got.append(("function", number))
+
+        service = await serve(Method("method"), Static(), function)
+        for number, kind in enumerate(("method", "static", "function")):
+            await service.send(f"{name}.{kind}", number)
+        await self.until(lambda: len(got) == 3)
+        assert sorted(got) == [("function", 2), ("method", 0), ("static", 1)]
+
+    async def test_a_synchronous_handler_runs_in_a_thread_and_blocks_nobody(
+        self, serve: Serve, name: str
+    ) -> None:
+        threads: list[threading.Thread] = []
+        got: list[str] = []
+        started, gate, finished = threading.Event(), threading.Event(), threading.Event()
+
+        @consume(f"{name}.sync")
+        def blocking(text: str) -> None:
+            threads.append(threading.current_thread())
+            started.set()
+            gate.wait(60)
+            got.append(text)
+            finished.set()
+
+        @consume(f"{name}.async")
+        async def handle(text: str) -> None:
+            got.append(text)
+
+        service = await serve(blocking, handle)
+        await service.send(f"{name}.sync", "blocking")
+        # Waited for in a thread too: its time is real, also on a virtual clock.
+        assert await asyncio.to_thread(started.wait, 15)
+        await service.send(f"{name}.async", "free")
+        await self.until(lambda: got)
+        gate.set()
+        assert await asyncio.to_thread(finished.wait, 15)
+        assert got == ["free", "blocking"]
+        assert threads[0] is not threading.main_thread()
+
+    async def test_a_handler_sees_the_facts_of_its_message(
+        self, serve: Serve, clock: Clock, name: str
+    ) -> None:
+        seen: list[Message] = []
+
+        @consume(name)
+        async def handle(body: dict[str, int], message: Message) -> None:
+            seen.append(message)
+
+        service = await serve(handle, retry={"max_attempts": 4})
+        priority = 7 if self.column.priority else None
+        ttl = 60.0 if self.column.ttl else None
+        begun, wall = time.time(), clock.time()
+        sent = await service.send(
+            name, {"id": 1}, headers={"tenant": "acme"}, key="k-1", priority=priority, ttl=ttl
+        )
+        await self.until(lambda: seen)
+        (message,) = seen
+        assert message.id == sent.message_id
+        assert message.channel == name
+        assert message.body == b'{"id":1}'
+        assert message.headers["tenant"] == "acme"
+        assert message.key == "k-1"
+        assert message.priority == priority
+        assert (message.attempt, message.retry_count, message.max_attempts) == (1, 0, 4)
+        assert message.sent_at == pytest.approx(begun, abs=5)
+        if ttl is not None:
+            assert message.expires_at == pytest.approx(wall + ttl, abs=5)

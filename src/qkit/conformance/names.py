@@ -1,0 +1,242 @@
+"""Names: every allowed one works end to end, none collides, and every other is refused."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable
+
+import pytest
+
+from qkit.backend import Backend, QueueSpec
+from qkit.channels import Channel
+from qkit.conformance.harness import Harness, NewBackend, Serve, requires
+from qkit.conformance.sending import Spied
+from qkit.errors import InvalidName, QueueError, Reject
+from qkit.message import Message
+from qkit.registry import channel, consume
+
+__all__ = ["Names"]
+
+# Made from a name that is unique; alone, one letter may meet what an earlier run left behind.
+ALLOWED: dict[str, Callable[[str], str]] = {
+    "one-character": lambda name: random.choice(string.ascii_lowercase),
+    "200-characters": lambda name: (name + "x" * 200)[:200],
+    "dots": lambda name: f"{name}.eu.west.1",
+    "dashes": lambda name: f"{name}-eu-west-1",
+    "underscores": lambda name: f"{name}_eu_west_1",
+    "digits": lambda name: str(int(name.encode().hex(), 16)),
+    "mixed-case": lambda name: f"{name}EuWest",
+    "leading-dot": lambda name: f".{name}",
+    "leading-dash": lambda name: f"-{name}",
+    "leading-underscore": lambda name: f"__{name}",
+    "trailing-dots": lambda name: f"{name}..",
+    "everything": lambda name: f"{name}.A-b_C..d--e__9",
+}
+
+REFUSED = {
+    "empty": "",
+    "dot": ".",
+    "dot-dot": "..",
+    "parent": "../x",
+    "absolute": "/etc/passwd",
+    "slash": "a/b",
+    "backslash": "a\\b",
+    "space": "a b",
+    "nul": "a\x00b",
+    "crlf": "a\r\nb",
+    "trailing-newline": "a\n",
+    "colon": "a:b",
+    "braces": "{a}",
+    "star": "a.*",
+    "hash": "a.#",
+    "percent": "a%2Fb",
+    "201-characters": "x" * 201,
+    "300-characters": "x" * 300,
+    "cyrillic-twin": "ord\u0435rs",
+    "full-width-twin": "\uff4frders",
+    "combining": "cafe\u0301",
+    "digits-of-another-script": "\u0661\u0662",
+    "zero-width": "a\u200bb",
+    "surrogate": "a\ud800",
+}
+refused = pytest.mark.parametrize("bad", REFUSED.values(), ids=REFUSED.keys())
+
+# What is appended, and whether a broker may refuse the second name because of the first: Kafka
+# writes dots as underscores in its metrics and takes no topic that would look the same there.
+TWINS = [
+    pytest.param("Case", "case", False, id="case"),
+    pytest.param(".a", "-a", False, id="dot-dash"),
+    pytest.param("_a", "-a", False, id="underscore-dash"),
+    pytest.param("-a", "--a", False, id="once-twice"),
+    pytest.param(".a", "_a", True, id="dot-underscore"),
+]
+
+
+class Declaring(Spied):
+    """Keeps the name of every queue that is declared, too."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.declared: list[str] = []
+
+    async def declare(self, spec: QueueSpec) -> None:
+        self.declared.append(spec.name)
+        await super().declare(spec)
+
+
+class Names(Harness):
+    """What a channel or group may be called."""
+
+    @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED.keys())
+    async def test_an_allowed_name_works_end_to_end(
+        self, serve: Serve, name: str, make: Callable[[str], str]
+    ) -> None:
+        used = make(name)
+        got: list[str] = []
+
+        @consume(used)
+        async def handle(text: str, message: Message) -> None:
+            if text == f"{name} bad":
+                raise Reject("as asked")
+            assert message.channel == used
+            got.append(text)
+
+        service = await serve(handle)
+        await service.send(used, name)
+        await self.until(lambda: name in got)
+        if self.column.dead_letters:
+            sent = await service.send(used, f"{name} bad")
+            await self.until(lambda: service.metrics().messages_dead_lettered)
+            letters = await service.dead_letters(used).list(ids=[sent.message_id])
+            assert [letter.channel for letter in letters] == [used]
+        if self.column.depth:
+            assert (await service.stats(used)).queue == used
+
+    @pytest.mark.parametrize(("one", "other", "refusable"), TWINS)
+    async def test_names_that_look_alike_do_not_collide(
+        self, serve: Serve, name: str, one: str, other: str, refusable: bool
+    ) -> None:
+        got: list[tuple[str, str]] = []
+
+        @consume(name + one)
+        async def first(text: str) -> None:
+            got.append(("first", text))
+
+        @consume(name + other)
+        async def second(text: str) -> None:
+            got.append(("second", text))
+
+        service = await serve(first)
+        try:
+            twin = await serve(second)
+        except QueueError:
+            assert refusable
+            return
+        for number in range(5):
+            await service.send(name + one, f"first {number}")
+            await twin.send(name + other, f"second {number}")
+        await self.until(lambda: len(got) >= 10)
+        assert all(text.startswith(who) for who, text in got)
+        assert len(got) == len(set(got)) == 10
+
+    @requires("depth")
+    async def test_the_broker_knows_the_channel_by_its_own_name(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        service = await serve()
+        await service.send(name, "a")
+        assert name in await service.queues()
+        async with self.subscribe(backend, name) as subscription:
+            (delivery,) = await self.take(subscription)
+            assert delivery.envelope.body == b'"a"'
+            await subscription.ack(delivery)
+
+    async def test_a_prefix_keeps_two_services_apart(self, serve: Serve, name: str) -> None:
+        got: list[tuple[str, str]] = []
+
+        def handler(who: str) -> object:
+            @consume(name)
+            async def handle(text: str) -> None:
+                got.append((who, text))
+
+            return handle
+
+        staging = await serve(handler("staging"), prefix="staging.")
+        live = await serve(handler("live"), prefix="live.")
+        await staging.send(name, "to staging")
+        await live.send(name, "to live")
+        await self.until(lambda: len(got) >= 2)
+        assert sorted(got) == [("live", "to live"), ("staging", "to staging")]
+
+    @refused
+    async def test_any_other_name_is_refused_before_anything_leaves(
+        self, serve: Serve, new_backend: NewBackend, bad: str
+    ) -> None:
+        spied = Declaring(new_backend())
+        service = await serve(backend=spied)
+        for verb in (service.send, service.publish):
+            with pytest.raises(InvalidName) as caught:
+                await verb(bad, "a")
+            assert "1–200" in str(caught.value)
+            assert not {"\r", "\n", "\x00"} & set(str(caught.value))
+            assert len(str(caught.value)) < 400
+        with pytest.raises(InvalidName):
+            await service.send_many(bad, ["a"])
+        assert spied.left == []
+        assert spied.declared == []
+
+    @refused
+    def test_any_other_name_is_refused_where_it_is_declared(self, bad: str) -> None:
+        with pytest.raises(InvalidName):
+            Channel(bad)
+        with pytest.raises(InvalidName):
+            consume(bad)
+        with pytest.raises(InvalidName):
+            channel(bad)
+        with pytest.raises(InvalidName):
+            consume("fine", group=bad)
+
+    @requires("depth", "peek", "purge", "delete", "dead_letters")
+    @refused
+    async def test_administration_refuses_any_other_name(self, serve: Serve, bad: str) -> None:
+        service = await serve()
+        for operation in (service.stats, service.peek, service.purge, service.delete):
+            with pytest.raises(InvalidName):
+                await operation(bad)
+        with pytest.raises(InvalidName):
+            await service.dead_letters(bad).list()
+
+    @requires("topics")
+    @pytest.mark.parametrize("make", ALLOWED.values(), ids=ALLOWED.keys())
+    async def test_an_allowed_group_works_end_to_end(
+        self, serve: Serve, name: str, make: Callable[[str], str]
+    ) -> None:
+        got: list[str] = []
+
+        @consume(name, group=make(name), broadcast=True)
+        async def handle(text: str) -> None:
+            got.append(text)
+
+        service = await serve(handle)
+        await service.publish(name, "a")
+        await self.until(lambda: got)
+        assert got == ["a"]
+
+    @requires("topics")
+    async def test_groups_that_look_alike_each_get_a_copy(self, serve: Serve, name: str) -> None:
+        got: list[tuple[str, str]] = []
+        groups = ["team.a", "team_a", "team-a", "Team.a", "team.A"]
+
+        def handler(group: str) -> object:
+            @consume(name, group=group, broadcast=True)
+            async def handle(text: str) -> None:
+                got.append((group, text))
+
+            return handle
+
+        service = await serve(*(handler(group) for group in groups))
+        await service.publish(name, "x")
+        await service.publish(name, "y")
+        await self.until(lambda: len(got) >= 10)
+        assert sorted(got) == sorted((group, text) for group in groups for text in "xy")

@@ -1,0 +1,337 @@
+"""Outages: batches that fail, dependencies that are down, and crashes around a dead letter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from qkit.backend import Backend, Delivery, Subscription
+from qkit.conformance.harness import Harness, NewBackend, Serve, requires
+from qkit.conformance.tampering import Tampered
+from qkit.errors import (
+    BackendUnavailable,
+    BatchError,
+    QueueFull,
+    Reject,
+    SubscriptionLost,
+    Unavailable,
+)
+from qkit.message import Envelope, Message, Sent
+from qkit.registry import consume
+
+__all__ = ["Outages"]
+
+QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+ONCE = {"enabled": False}
+
+
+class Outages(Harness):
+    """Failures of many at once, of what a handler needs, and of the process itself."""
+
+    @requires("batch", "dead_letters")
+    async def test_a_failed_batch_charges_every_member(self, serve: Serve, name: str) -> None:
+        calls: list[list[tuple[str, int]]] = []
+
+        @consume(name, batch_size=3, batch_wait=0.2)
+        async def fail(bodies: list[str], messages: list[Message]) -> None:
+            numbers = [message.attempt for message in messages]
+            calls.append(sorted(zip(bodies, numbers, strict=True)))
+            raise ValueError("no")
+
+        service = await serve(fail, retry={**QUICK, "max_attempts": 2})
+        await service.send_many(name, ["a", "b", "c"])
+        letters = await self.letters(service, name, 3)
+        assert sorted(pair for call in calls for pair in call) == [
+            (body, attempt) for body in "abc" for attempt in (1, 2)
+        ]
+        assert [letter.attempts for letter in letters] == [2, 2, 2]
+        assert service.metrics().messages_retried == 3
+
+    @requires("batch", "dead_letters")
+    async def test_a_batch_error_settles_the_members_one_by_one(
+        self, serve: Serve, name: str
+    ) -> None:
+        done: list[str] = []
+
+        @consume(name, batch_size=3, batch_wait=0.2)
+        async def some(bodies: list[str], messages: list[Message]) -> None:
+            failures: dict[str, Exception] = {}
+            for body, message in zip(bodies, messages, strict=True):
+                if body == "reject":
+                    failures[message.id] = Reject("bad")
+                elif body == "retry" and message.attempt == 1:
+                    failures[message.id] = ValueError("later")
+                else:
+                    done.append(body)
+            raise BatchError(failures)
+
+        service = await serve(some, retry=QUICK)
+        await service.send_many(name, ["fine", "reject", "retry"])
+        await self.until(lambda: sorted(done) == ["fine", "retry"])
+        (letter,) = await self.letters(service, name)
+        assert (letter.reason, letter.body) == ("ExplicitNack", b'"reject"')
+        await self.elapse(0.3)
+        assert sorted(done) == ["fine", "retry"], "a member that was done came back"
+
+    @requires("batch", "dead_letters")
+    async def test_undecodable_members_leave_a_batch_first(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        handled: list[int] = []
+
+        @consume(name, batch_size=3, batch_wait=0.2)
+        async def sum_up(bodies: list[int]) -> None:
+            handled.extend(bodies)
+
+        service = await serve(sum_up, retry=QUICK)
+        await self.put(backend, name, "1", "nonsense", "3")
+        (letter,) = await self.letters(service, name)
+        assert (letter.reason, letter.body) == ("Undecodable", b"nonsense")
+        await self.until(lambda: sorted(handled) == [1, 3])
+
+    @requires("redelivery")
+    async def test_an_unavailable_dependency_charges_no_attempt(
+        self, serve: Serve, name: str
+    ) -> None:
+        attempts: list[int] = []
+
+        @consume(name)
+        async def handle(body: str, message: Message) -> None:
+            attempts.append(message.attempt)
+            if len(attempts) < 5:
+                raise Unavailable("the database is down", retry_after=0.1)
+
+        service = await serve(handle, retry=QUICK)
+        await service.send(name, "a")
+        await self.until(lambda: len(attempts) == 5, within=30)
+        assert attempts == [1, 1, 1, 1, 1]
+        metrics = service.metrics()
+        assert (metrics.messages_retried, metrics.messages_failed) == (0, 0)
+
+    @requires("redelivery")
+    async def test_an_unavailable_dependency_rests_the_channel_and_one_message_probes(
+        self, serve: Serve, name: str
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        down = True
+        started: list[float] = []
+        done: list[str] = []
+        running = most = 0
+
+        @consume(name, concurrency=4)
+        async def handle(body: str) -> None:
+            nonlocal running, most
+            started.append(loop.time())
+            if down:
+                raise Unavailable(retry_after=1.0)
+            running += 1
+            most = max(most, running if len(done) == 0 else 0)
+            await asyncio.sleep(0.05)
+            running -= 1
+            done.append(body)
+
+        service = await serve(handle)
+        await service.send(name, "first")
+        await self.until(lambda: len(started) == 1)
+        await self.until(lambda: service.health_check().consumers[0].state == "paused")
+        assert service.health_check().status == "healthy", "a rest is no fault of the service"
+        await service.send_many(name, [str(number) for number in range(7)])
+        await self.elapse(0.5)
+        assert len(started) == 1, "a handler was started while the channel rests"
+        down = False
+        await self.until(lambda: len(done) == 8)
+        assert self.on_time(started[1] - started[0], 1.0)
+        assert most == 1, "one message probes, and the others come once it has succeeded"
+        assert service.health_check().consumers[0].state == "consuming"
+
+    @requires("redelivery")
+    async def test_resume_ends_a_rest(self, serve: Serve, name: str) -> None:
+        down = True
+        done: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            if down:
+                raise Unavailable(retry_after=60)
+            done.append(body)
+
+        service = await serve(handle)
+        await service.send(name, "meets the outage")
+        await self.until(lambda: service.health_check().consumers[0].state == "paused")
+        down = False
+        await service.send(name, "after it")
+        service.resume(name)
+        await self.until(lambda: "after it" in done, within=10)
+
+    @requires("dead_letters")
+    async def test_a_dead_letter_is_confirmed_before_its_message_is_acknowledged(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        steps: list[str] = []
+
+        class Recording(Tampered):
+            async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+                await asyncio.sleep(0.1)  # an ack that does not wait for it would come first
+                sent = await super().publish(queue, envelopes)
+                steps.append(f"confirmed {queue}")
+                return sent
+
+            async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+                steps.append("acknowledged")
+                await super().ack(subscription, delivery)
+
+        @consume(name)
+        async def reject(body: str) -> None:
+            raise Reject
+
+        service = await serve(reject, backend=Recording(new_backend()))
+        letters = service.settings.broker_name(service.settings.dead_letter_name(name))
+        await service.send(name, "a")
+        await self.until(lambda: "acknowledged" in steps)
+        assert steps == [
+            f"confirmed {service.settings.broker_name(name)}",
+            f"confirmed {letters}",
+            "acknowledged",
+        ]
+
+    @requires("dead_letters", "redelivery")
+    async def test_a_crash_between_dead_letter_and_ack_duplicates_and_never_loses(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        called: list[str] = []
+
+        class CrashesOnce(Tampered):
+            crashed = False
+
+            async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+                if not self.crashed:
+                    self.crashed = True
+                    self.sever()
+                    raise SubscriptionLost("the connection broke before the ack")
+                await super().ack(subscription, delivery)
+
+        @consume(name)
+        async def reject(body: str, message: Message) -> None:
+            called.append(message.id)
+            raise Reject
+
+        service = await serve(reject, backend=CrashesOnce(new_backend()))
+        sent = await service.send(name, "a")
+        await self.until(lambda: len(called) == 2, within=30)
+        assert called == [sent.message_id] * 2
+        letters = await self.letters(service, name, 2)
+        assert {letter.message_id for letter in letters} == {sent.message_id}
+        await self.elapse(0.5)
+        assert len(called) == 2, "acknowledged by now"
+
+    @requires("dead_letters", "redelivery")
+    async def test_a_message_whose_dead_letter_cannot_be_written_comes_back(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        called: list[int] = []
+
+        class Refusing(Tampered):
+            refusals = 2
+
+            async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+                if not queue.endswith(name) and self.refusals:
+                    self.refusals -= 1
+                    raise QueueFull("no room for a dead letter, as the scenario wants it")
+                return await super().publish(queue, envelopes)
+
+        @consume(name)
+        async def fail(body: str, message: Message) -> None:
+            called.append(message.attempt)
+            raise ValueError("no")
+
+        service = await serve(fail, backend=Refusing(new_backend()), retry=ONCE)
+        sent = await service.send(name, "a")
+        (letter,) = await self.letters(service, name, within=30)
+        assert (letter.message_id, letter.body) == (sent.message_id, b'"a"')
+        assert called == [1, 1, 1], "given back uncharged until the letter is written"
+        assert service.metrics().messages_dead_lettered == 1
+
+    @requires("dead_letters", "redelivery")
+    async def test_a_dead_letter_is_written_again_while_the_connection_fails(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        called: list[str] = []
+
+        class Unreachable(Tampered):
+            failures = 2
+
+            async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+                if not queue.endswith(name) and self.failures:
+                    self.failures -= 1
+                    raise BackendUnavailable("no connection, as the scenario wants it")
+                return await super().publish(queue, envelopes)
+
+        @consume(name)
+        async def reject(body: str) -> None:
+            called.append(body)
+            raise Reject
+
+        service = await serve(reject, backend=Unreachable(new_backend()))
+        await service.send(name, "a")
+        await self.letters(service, name)
+        assert called == ["a"], "the letter was tried again, not the handler"
+
+    @requires("redelivery")
+    async def test_what_a_consumer_left_unsettled_goes_to_another(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str, message: Message) -> None:
+            handled.append(message.id)
+
+        producer = await serve()
+        sent = await producer.send(name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            await self.take(subscription)
+        await serve(handle)
+        await self.until(lambda: handled)
+        await self.elapse(0.3)
+        assert handled == [sent.message_id]
+
+    @requires("lease", "counts_crashes")
+    async def test_a_delivery_whose_consumer_died_is_counted(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        attempts: list[int] = []
+
+        @consume(name)
+        async def handle(body: str, message: Message) -> None:
+            attempts.append(message.attempt)
+
+        producer = await serve(ack_deadline=0.5)
+        await producer.send(name, "a")
+        async with self.subscribe(backend, name, ack_deadline=0.5) as dead:
+            await self.take(dead)  # and it says nothing any more
+            await serve(handle, ack_deadline=0.5)
+            await self.until(lambda: attempts)
+            assert attempts == [2]
+
+    @requires("lease", "counts_crashes", "dead_letters")
+    async def test_a_message_that_kills_its_consumers_ends_in_the_dead_letters(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        called: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            called.append(body)
+
+        options = {"ack_deadline": 0.5, "retry": {**QUICK, "max_attempts": 2}}
+        producer = await serve(**options)
+        sent = await producer.send(name, "a")
+        async with self.subscribe(backend, name, ack_deadline=0.5) as dead:
+            for attempt in (1, 2):
+                (delivery,) = await self.take(dead)
+                assert delivery.envelope.attempt == attempt
+            service = await serve(handle, **options)
+            (letter,) = await self.letters(service, name)
+        assert (letter.message_id, letter.body) == (sent.message_id, b'"a"')
+        assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 2)
+        assert called == []

@@ -1,0 +1,281 @@
+"""Reconnect: subscriptions that break, brokers that cannot be reached, queues that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
+from qkit.clock import Clock
+from qkit.conformance.harness import Harness, NewBackend, Serve, requires
+from qkit.conformance.tampering import Tampered
+from qkit.errors import BackendUnavailable
+from qkit.events import Reconnected, StateChanged
+from qkit.message import Envelope, Message, Sent
+from qkit.registry import consume
+
+__all__ = ["Reconnect"]
+
+
+class Unreachable(Tampered):
+    """A backend on which nobody can subscribe while ``down``, or ``failures`` more times."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.down = False
+        self.failures = 0
+        self.tries: list[float] = []
+
+    async def subscribing(self, spec: SubscriptionSpec) -> None:
+        self.tries.append(asyncio.get_running_loop().time())
+        if self.down or self.failures:
+            self.failures = max(0, self.failures - 1)
+            raise BackendUnavailable("nobody answers, as the scenario wants it")
+
+
+class Reconnect(Harness):
+    """A consumer outlives its connection."""
+
+    async def test_a_broken_subscription_is_opened_again(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            handled.append(body)
+
+        service = await serve(handle, backend=backend)
+        await service.send(name, "before")
+        await self.until(lambda: handled == ["before"])
+        backend.sever()
+        await self.until(lambda: len(backend.tries) == 2)
+        await self.until(lambda: service.ready)
+        await service.send(name, "after")
+        await self.until(lambda: handled == ["before", "after"])
+
+    async def test_the_connection_s_states_are_told(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        changes: list[StateChanged] = []
+        returns: list[Reconnected] = []
+
+        @consume(name)
+        async def handle(body: str) -> None: ...
+
+        service = await serve(handle, backend=backend)
+        service.on("state_change", changes.append)
+        service.on("reconnected", returns.append)
+        backend.sever()
+        await self.until(lambda: returns)
+        assert [(change.old, change.new) for change in changes] == [
+            ("connected", "disconnected"),
+            ("disconnected", "connected"),
+        ]
+        assert "SubscriptionLost" in (changes[0].error or "")
+        assert changes[1].error is None
+        (event,) = returns
+        assert 0 < event.seconds < 10
+
+    @requires("redelivery")
+    async def test_handlers_of_a_broken_subscription_stop_and_their_messages_come_again(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        called: list[str] = []
+        cancelled: list[str] = []
+
+        @consume(name, concurrency=2)
+        async def handle(body: str) -> None:
+            called.append(body)
+            if len(called) > 2:
+                return
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                cancelled.append(body)
+                raise
+
+        service = await serve(handle, backend=backend)
+        await service.send_many(name, ["a", "b"])
+        await self.until(lambda: len(called) == 2)
+        backend.sever()
+        await self.until(lambda: len(called) == 4)
+        assert sorted(cancelled) == ["a", "b"], "their acks would have been refused"
+        assert sorted(called[2:]) == ["a", "b"]
+        await self.elapse(0.3)
+        assert len(called) == 4
+        assert service.metrics().messages_failed == 0
+
+    async def test_a_consumer_tries_again_with_growing_waits(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            handled.append(body)
+
+        service = await serve(handle, backend=backend)
+        backend.failures = 3
+        backend.sever()
+        await self.until(lambda: len(backend.tries) == 5)
+        waits = [later - earlier for earlier, later in itertools.pairwise(backend.tries[1:])]
+        assert 0.05 < waits[0] < waits[1] < waits[2] < 10
+        await self.until(lambda: service.ready)
+        await service.send(name, "a")
+        await self.until(lambda: handled == ["a"])
+
+    async def test_a_service_starts_also_when_a_consumer_is_late(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        backend.failures = 2
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            handled.append(body)
+
+        service = await serve(handle, backend=backend)
+        await self.until(lambda: service.ready)
+        await service.send(name, "a")
+        await self.until(lambda: handled == ["a"])
+
+    async def test_health_is_true_during_an_outage_and_after_it(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+
+        @consume(name)
+        async def handle(body: str) -> None: ...
+
+        service = await serve(handle, backend=backend)
+        assert service.health_check().status == "healthy"
+        backend.down = True
+        backend.sever()
+        await self.until(lambda: not service.ready)
+        await self.until(lambda: len(backend.tries) >= 3)
+        health = service.health_check()
+        assert (health.status, health.consumers[0].state) == ("unhealthy", "reconnecting")
+        assert "BackendUnavailable" in (health.last_error or "")
+        backend.down = False
+        await self.until(lambda: service.ready)
+        health = service.health_check()
+        assert (health.connection_state, health.disconnected_at) == ("connected", None)
+        assert health.consumers[0].state == "consuming"
+
+    @requires("redelivery")
+    async def test_what_was_sent_during_an_outage_is_handled_after_it(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            handled.append(body)
+
+        service = await serve(handle, backend=backend)
+        producer = await serve()
+        backend.down = True
+        backend.sever()
+        await self.until(lambda: not service.ready)
+        await producer.send_many(name, ["a", "b"])
+        await self.elapse(0.3)
+        assert handled == []
+        backend.down = False
+        await self.until(lambda: sorted(handled) == ["a", "b"])
+
+    async def test_a_send_that_meets_a_broken_connection_is_tried_again(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        tried: list[list[str]] = []
+        handled: list[str] = []
+
+        class Flaky(Tampered):
+            async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+                tried.append([envelope.id for envelope in envelopes])
+                if len(tried) < 3:
+                    raise BackendUnavailable("reset, as the scenario wants it")
+                return await super().publish(queue, envelopes)
+
+        @consume(name)
+        async def handle(body: str, message: Message) -> None:
+            handled.append(message.id)
+
+        service = await serve(handle, backend=Flaky(new_backend()))
+        sent = await service.send(name, "a")
+        assert tried == [[sent.message_id]] * 3, "under the same id"
+        await self.until(lambda: handled)
+        assert handled == [sent.message_id]
+        assert service.metrics().messages_sent == 1
+
+    @requires("lease")
+    async def test_a_message_whose_ack_failed_comes_again_when_its_lease_ends(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        handled: list[int] = []
+
+        class Deaf(Tampered):
+            refusals = 1
+
+            async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+                if self.refusals:
+                    self.refusals -= 1
+                    raise BackendUnavailable("no answer, as the scenario wants it")
+                await super().ack(subscription, delivery)
+
+        @consume(name)
+        async def handle(body: str, message: Message) -> None:
+            handled.append(message.attempt)
+
+        service = await serve(handle, backend=Deaf(new_backend()), ack_deadline=0.5)
+        await service.send(name, "a")
+        await self.until(lambda: len(handled) == 2)
+        await self.elapse(1.0)
+        assert len(handled) == 2
+
+    @requires("delete")
+    async def test_a_queue_deleted_under_its_consumer_is_declared_again(
+        self, serve: Serve, name: str
+    ) -> None:
+        handled: list[str] = []
+
+        @consume(name)
+        async def handle(body: str) -> None:
+            handled.append(body)
+
+        service = await serve(handle)
+        await service.send(name, "before")
+        await self.until(lambda: handled == ["before"])
+        other = await serve()
+        await other.delete(name)
+        await self.until(lambda: service.ready, within=30)
+        await self.elapse(0.5)
+        assert service.ready, "the consumer has its queue again, without a send"
+        await service.send(name, "after")
+        await self.until(lambda: handled == ["before", "after"], within=30)
+
+    async def test_shutdown_does_not_wait_for_the_end_of_an_outage(
+        self, new_backend: NewBackend, clock: Clock, name: str
+    ) -> None:
+        backend = Unreachable(new_backend())
+
+        @consume(name)
+        async def handle(body: str) -> None: ...
+
+        service = self.make_service(new_backend, clock, handle, backend=backend)
+        await service.start()
+        backend.down = True
+        backend.sever()
+        await self.until(lambda: len(backend.tries) >= 3)
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await service.shutdown()
+        assert loop.time() - begun < 5
+        assert service.connection_state == "closed"

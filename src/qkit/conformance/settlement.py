@@ -1,0 +1,283 @@
+"""Settlement: ack, release, leases, and a ``receive`` that can be cancelled at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from qkit.backend import Backend, Delivery
+from qkit.conformance.harness import Harness, bodies, requires
+from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
+
+__all__ = ["Settlement"]
+
+GONE = (AckDeadlineExceeded, MessageNotFound)
+
+
+class Settlement(Harness):
+    """What becomes of a delivery once somebody has it."""
+
+    async def test_an_acknowledged_message_does_not_come_back(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            (delivery,) = await self.take(subscription)
+            await subscription.ack(delivery)
+        async with self.subscribe(backend, name) as again:
+            await self.nothing(again)
+
+    @requires("redelivery")
+    async def test_a_released_message_comes_back_at_once(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        (message_id,) = await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            (first,) = await self.take(subscription)
+            await subscription.release(first, 0.0)
+            (second,) = await self.take(subscription)
+            assert second.envelope.id == message_id
+            assert second.envelope.body == b"a"
+            await subscription.ack(second)
+
+    @requires("redelivery")
+    async def test_each_delivery_has_the_next_attempt_number(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name, max_deliveries=10)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            for attempt in (1, 2, 3):
+                (delivery,) = await self.take(subscription)
+                assert delivery.envelope.attempt == attempt
+                await subscription.release(delivery, 0.0)
+
+    @requires("redelivery")
+    async def test_a_release_that_is_not_charged_repeats_the_attempt_number(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            for _ in range(3):
+                (delivery,) = await self.take(subscription)
+                assert delivery.envelope.attempt == 1
+                await subscription.release(delivery, 0.0, count_attempt=False)
+
+    @requires("redelivery", "delay")
+    async def test_a_delayed_release_is_never_early_and_not_late(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            (first,) = await self.take(subscription)
+            loop = asyncio.get_running_loop()
+            released = loop.time()
+            await subscription.release(first, 1.5)
+            (second,) = await self.take(subscription)
+            waited = loop.time() - released
+            assert 1.5 - 0.002 <= waited <= 1.5 * 1.1 + 1.0
+            assert second.envelope.attempt == 2
+
+    @requires("redelivery")
+    async def test_release_writes_the_headers_back(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a", headers={"kept": "1"})
+        async with self.subscribe(backend, name) as subscription:
+            (first,) = await self.take(subscription)
+            first.envelope.headers["added"] = "2"
+            await subscription.release(first, 0.0)
+            (second,) = await self.take(subscription)
+            assert second.envelope.headers["kept"] == "1"
+            assert second.envelope.headers["added"] == "2"
+
+    @requires("redelivery")
+    async def test_settling_twice_is_refused(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a", "b")
+        async with self.subscribe(backend, name) as subscription:
+            first, second = await self.take(subscription, 2)
+            await subscription.ack(first)
+            with pytest.raises(GONE):
+                await subscription.ack(first)
+            with pytest.raises(GONE):
+                await subscription.release(first, 0.0)
+            await subscription.release(second, 0.0)
+            with pytest.raises(GONE):
+                await subscription.ack(second)
+            (again,) = await self.take(subscription)
+            assert again.envelope.body == b"b"
+
+    @requires("lease")
+    async def test_an_expired_lease_brings_the_message_back_and_counts(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name, ack_deadline=1.0)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name, ack_deadline=1.0) as subscription:
+            loop = asyncio.get_running_loop()
+            claimed = loop.time()
+            await self.take(subscription)
+            (again,) = await self.take(subscription)
+            assert again.envelope.attempt == 2
+            assert 1.0 - 0.002 <= loop.time() - claimed <= 1.0 + 5.0
+
+    @requires("lease")
+    async def test_a_late_ack_is_refused_and_settles_nobody_elses_delivery(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name, ack_deadline=1.0)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name, ack_deadline=1.0) as slow:
+            (late,) = await self.take(slow)
+            async with self.subscribe(backend, name, ack_deadline=30.0) as other:
+                (held,) = await self.take(other)
+                with pytest.raises(AckDeadlineExceeded):
+                    await slow.ack(late)
+                with pytest.raises(AckDeadlineExceeded):
+                    await slow.release(late, 0.0)
+                with pytest.raises(AckDeadlineExceeded):
+                    await slow.extend(late, 30.0)
+                await other.ack(held)
+            await self.nothing(slow)
+
+    @requires("lease")
+    async def test_a_renewed_lease_does_not_expire(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name, ack_deadline=1.0)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name, ack_deadline=1.0) as subscription:
+            (delivery,) = await self.take(subscription)
+            for _ in range(5):
+                await self.elapse(0.5)
+                await subscription.extend(delivery, 1.0)
+            await subscription.ack(delivery)
+            await self.nothing(subscription, 2.0)
+
+    @requires("lease")
+    async def test_a_lease_is_as_long_as_the_consumer_asked(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name, ack_deadline=1.0)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name, ack_deadline=4.0) as subscription:
+            (delivery,) = await self.take(subscription)
+            assert delivery.lease == 4.0
+            await self.nothing(subscription, 2.0)
+            await subscription.ack(delivery)
+
+    @requires("lease", "counts_crashes", "dead_letters")
+    async def test_a_message_whose_leases_run_out_too_often_is_a_dead_letter(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name, ack_deadline=0.5, max_deliveries=2)
+        (message_id,) = await self.put(backend, name, "a")
+        async with self.subscribe(backend, name, ack_deadline=0.5) as subscription:
+            for attempt in (1, 2):
+                (delivery,) = await self.take(subscription)
+                assert delivery.envelope.attempt == attempt
+            await self.nothing(subscription, 2.0)
+        async with self.subscribe(backend, f"{name}.dead") as letters:
+            (letter,) = await self.take(letters)
+            assert letter.envelope.id == message_id
+            assert letter.envelope.body == b"a"
+
+    @requires("redelivery")
+    async def test_leaving_a_subscription_gives_back_what_it_holds_uncharged(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a", "b")
+        async with self.subscribe(backend, name) as subscription:
+            await self.take(subscription, 2)
+        async with self.subscribe(backend, name) as again:
+            deliveries = await self.take(again, 2)
+            assert sorted(bodies(deliveries)) == ["a", "b"]
+            if self.column.counts_crashes:
+                assert [delivery.envelope.attempt for delivery in deliveries] == [1, 1]
+
+    async def test_what_was_delivered_can_be_settled_after_stop(
+        self, backend: Backend, name: str
+    ) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            (delivery,) = await self.take(subscription)
+            await subscription.stop()
+            assert await subscription.receive(5) == []
+            await subscription.ack(delivery)
+        async with self.subscribe(backend, name) as again:
+            await self.nothing(again)
+
+    async def test_stop_wakes_a_parked_receive(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        async with self.subscribe(backend, name) as subscription:
+            parked = asyncio.ensure_future(subscription.receive(1))
+            await self.elapse(0.2)
+            assert not parked.done()
+            await subscription.stop()
+            async with asyncio.timeout(10):
+                assert await parked == []
+
+    @requires("redelivery")
+    async def test_a_cancelled_receive_loses_nothing(self, backend: Backend, name: str) -> None:
+        """Cancel ``receive`` at random moments around an arrival, fifty times."""
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        dice = random.Random(seed)
+        await self.declare(backend, name, max_deliveries=100)
+        sent: list[str] = []
+        got: list[str] = []
+
+        async def settle(subscription: object, deliveries: list[Delivery]) -> None:
+            for delivery in deliveries:
+                got.append(delivery.envelope.id)
+                await subscription.ack(delivery)  # type: ignore[attr-defined]
+
+        async with self.subscribe(backend, name, prefetch=100) as subscription:
+            for number in range(50):
+                receiving = asyncio.ensure_future(subscription.receive(5))
+                for _ in range(dice.randrange(4)):
+                    await asyncio.sleep(0)
+                sent += await self.put(backend, name, str(number))
+                for _ in range(dice.randrange(6)):
+                    await asyncio.sleep(dice.choice([0, 0, 0.0005]))
+                receiving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await settle(subscription, await receiving)
+            try:
+                async with asyncio.timeout(20):
+                    while set(got) != set(sent):
+                        await settle(subscription, await subscription.receive(10))
+            except TimeoutError:
+                raise AssertionError(f"lost {len(set(sent) - set(got))} of 50") from None
+
+    @requires("redelivery")
+    async def test_two_receives_at_once_share_what_comes(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        async with self.subscribe(backend, name) as one, self.subscribe(backend, name) as two:
+            waiting = [asyncio.ensure_future(each.receive(1)) for each in (one, two)]
+            await self.elapse(0.1)
+            await self.put(backend, name, "a", "b")
+            async with asyncio.timeout(10):
+                found = [delivery for task in waiting for delivery in await task]
+            rest = 2 - len(found)
+            if rest:
+                found += await self.take(one, rest)
+            assert sorted(bodies(found)) == ["a", "b"]
+
+    @requires("redelivery")
+    async def test_a_foreign_receipt_settles_nothing(self, backend: Backend, name: str) -> None:
+        await self.declare(backend, name)
+        await self.put(backend, name, "a")
+        async with self.subscribe(backend, name) as subscription:
+            (delivery,) = await self.take(subscription)
+            forged = Delivery(delivery.envelope, name, None)
+            with pytest.raises(QueueError):
+                await subscription.ack(forged)
+            await subscription.release(delivery, 0.0)
+            (again,) = await self.take(subscription)
+            await subscription.ack(again)

@@ -1,0 +1,130 @@
+"""A backend around a backend: scenarios override in it what should go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from qkit.backend import Backend, Delivery, QueueSpec, Subscription, SubscriptionSpec
+from qkit.errors import SubscriptionLost
+from qkit.message import Envelope, Sent
+
+__all__ = ["Tampered"]
+
+_OPTIONAL = ("queues", "stats", "peek", "purge", "remove", "delete", "on_dead_letter")
+
+
+class Tampered:
+    """Passes every call on. ``receive``, ``ack``, … are told on which subscription they are."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.capabilities = inner.capabilities
+        self._live: set[_Subscription] = set()
+        for name in _OPTIONAL:  # on the instance, so that a runtime protocol sees what is there
+            if hasattr(inner, name) and not hasattr(type(self), name):
+                setattr(self, name, getattr(inner, name))
+
+    def sever(self) -> None:
+        """Break every open subscription, as a lost connection does."""
+        for subscription in self._live:
+            subscription.sever()
+
+    # Backend
+
+    async def start(self) -> None:
+        await self.inner.start()
+
+    async def declare(self, spec: QueueSpec) -> None:
+        await self.inner.declare(spec)
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        return await self.inner.publish(queue, envelopes)
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[Subscription, None]:
+        await self.subscribing(spec)
+        async with self.inner.subscribe(spec) as inner:
+            subscription = _Subscription(self, inner)
+            self._live.add(subscription)
+            try:
+                yield subscription
+            finally:
+                self._live.discard(subscription)
+
+    async def ping(self) -> None:
+        await self.inner.ping()
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+    # What a subscription does, to be overridden
+
+    async def subscribing(self, spec: SubscriptionSpec) -> None:
+        """Before a subscription is opened."""
+
+    async def receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
+        return await subscription.receive(limit)
+
+    async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+        await subscription.ack(delivery)
+
+    async def release(
+        self, subscription: Subscription, delivery: Delivery, delay: float, count_attempt: bool
+    ) -> None:
+        await subscription.release(delivery, delay, count_attempt=count_attempt)
+
+    async def extend(self, subscription: Subscription, delivery: Delivery, seconds: float) -> None:
+        await subscription.extend(delivery, seconds)
+
+
+class _Subscription:
+    """A real subscription that asks its backend's wrapper first, and that can be severed."""
+
+    def __init__(self, backend: Tampered, inner: Subscription) -> None:
+        self._backend = backend
+        self._inner = inner
+        self._severed = False
+        self._receiving: asyncio.Timeout | None = None
+
+    def sever(self) -> None:
+        self._severed = True
+        if self._receiving is not None and not self._receiving.expired():
+            self._receiving.reschedule(asyncio.get_running_loop().time())
+
+    def _check(self) -> None:
+        if self._severed:
+            raise SubscriptionLost("the connection was lost, as the scenario wants it")
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        self._check()
+        try:
+            async with asyncio.timeout(None) as self._receiving:
+                return await self._backend.receive(self._inner, limit)
+        except TimeoutError:
+            self._check()
+            raise
+        finally:
+            self._receiving = None
+
+    async def ack(self, delivery: Delivery) -> None:
+        self._check()
+        await self._backend.ack(self._inner, delivery)
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        self._check()
+        await self._backend.release(self._inner, delivery, delay, count_attempt)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        self._check()
+        await self._backend.extend(self._inner, delivery, seconds)
+
+    async def stop(self) -> None:
+        await self._inner.stop()

@@ -1,0 +1,188 @@
+"""Topics: every group gets its copy, and keeps its failures to itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from qkit.channels import Channel
+from qkit.conformance.harness import Harness, Serve, requires
+from qkit.errors import Reject, Unsupported
+from qkit.message import Message
+from qkit.registry import consume
+
+__all__ = ["Topics"]
+
+QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
+
+
+class _Group:
+    """A handler of one group, and what it was given."""
+
+    def __init__(self, topic: str, group: str, *, fails: int = 0, rejects: bool = False) -> None:
+        self.got: list[tuple[str, int]] = []
+        self.ids: list[str] = []
+
+        @consume(topic, group=group, broadcast=True)
+        async def handle(body: str, message: Message) -> None:
+            self.got.append((body, message.attempt))
+            self.ids.append(message.id)
+            if self.rejects:
+                raise Reject(group)
+            if message.attempt <= fails:
+                raise ValueError(group)
+
+        self.rejects = rejects
+        self.handler = handle
+
+    @property
+    def bodies(self) -> list[str]:
+        return sorted(body for body, _ in self.got)
+
+
+class Topics(Harness):
+    """Broadcast, groups, and what happens inside a group."""
+
+    @requires("topics")
+    async def test_each_group_gets_a_copy(self, serve: Serve, name: str) -> None:
+        mail, audit = _Group(name, "mail"), _Group(name, "audit")
+        service = await serve(mail.handler, audit.handler)
+        sent = [await service.publish(name, body) for body in ("a", "b")]
+        await self.until(lambda: len(mail.got) == len(audit.got) == 2)
+        await self.elapse(0.2)
+        ids = [item.message_id for item in sent]
+        for group in (mail, audit):
+            assert group.got == [("a", 1), ("b", 1)]
+            assert group.ids == ids, "the copies have the message's id"
+
+    @requires("topics", "redelivery")
+    async def test_the_consumers_of_a_group_share_its_messages(
+        self, serve: Serve, name: str
+    ) -> None:
+        one, two = _Group(name, "same"), _Group(name, "same")
+        service = await serve(one.handler)
+        await serve(two.handler)
+        bodies = [f"{number:02}" for number in range(20)]
+        for body in bodies:
+            await service.publish(name, body)
+        await self.until(lambda: len(one.got) + len(two.got) == 20)
+        await self.elapse(0.3)
+        assert sorted(one.bodies + two.bodies) == bodies
+
+    @requires("topics")
+    async def test_services_with_different_groups_both_get_it(
+        self, serve: Serve, name: str
+    ) -> None:
+        one, two = _Group(name, "one"), _Group(name, "two")
+        service = await serve(one.handler)
+        await serve(two.handler)
+        await service.publish(name, "a")
+        await self.until(lambda: one.bodies == two.bodies == ["a"])
+
+    @requires("topics")
+    async def test_a_message_that_no_group_wants_is_accepted(self, serve: Serve, name: str) -> None:
+        service = await serve()
+        sent = await service.publish(name, "a")
+        assert sent.message_id
+        assert service.metrics().channels[name].messages_sent == 1
+
+    @requires("topics", "redelivery")
+    async def test_a_group_receives_from_its_first_declaration_on(
+        self, serve: Serve, name: str
+    ) -> None:
+        old, away = _Group(name, "old"), _Group(name, "new")
+        service = await serve(old.handler)
+        await service.publish(name, "before")
+        await self.until(lambda: old.bodies == ["before"])
+        first = await serve(away.handler)
+        await service.publish(name, "while there")
+        await self.until(lambda: away.got)
+        await first.shutdown()
+        await service.publish(name, "while away")
+        back = _Group(name, "new")
+        await serve(back.handler)
+        await self.until(lambda: back.got)
+        await self.elapse(0.3)
+        assert away.bodies == ["while there"]
+        assert back.bodies == ["while away"]
+
+    @requires("topics", "dead_letters")
+    async def test_a_failure_in_one_group_does_not_touch_another(
+        self, serve: Serve, name: str
+    ) -> None:
+        good, bad = _Group(name, "good"), _Group(name, "bad", rejects=True)
+        service = await serve(good.handler, bad.handler)
+        sent = await service.publish(name, "a")
+        (letter,) = await self.letters(service, name)
+        await self.until(lambda: good.got)
+        assert (letter.message_id, letter.channel) == (sent.message_id, name)
+        assert (letter.group, letter.error) == ("bad", "bad")
+        await self.elapse(0.3)
+        assert good.got == bad.got == [("a", 1)]
+
+    @requires("topics")
+    async def test_retries_stay_inside_the_group(self, serve: Serve, name: str) -> None:
+        good, slow = _Group(name, "good"), _Group(name, "slow", fails=2)
+        service = await serve(good.handler, slow.handler, retry=QUICK)
+        await service.publish(name, "a")
+        await self.until(lambda: len(slow.got) == 3)
+        await self.elapse(0.3)
+        assert slow.got == [("a", 1), ("a", 2), ("a", 3)]
+        assert good.got == [("a", 1)]
+
+    @requires("topics", "dead_letters", "redelivery")
+    async def test_a_dead_letter_is_replayed_to_its_group_only(
+        self, serve: Serve, name: str
+    ) -> None:
+        good, bad = _Group(name, "good"), _Group(name, "bad", rejects=True)
+        service = await serve(good.handler, bad.handler)
+        sent = await service.publish(name, "a")
+        await self.letters(service, name)
+        bad.rejects = False
+        assert await service.dead_letters(name).replay() == 1
+        await self.until(lambda: len(bad.got) == 2)
+        await self.elapse(0.3)
+        assert bad.got == [("a", 1), ("a", 1)]
+        assert bad.ids == [sent.message_id] * 2
+        assert good.got == [("a", 1)]
+        assert await service.dead_letters(name).list() == []
+
+    @requires("topics", "dead_letters", "redelivery")
+    async def test_a_message_that_failed_in_two_groups_is_replayed_to_both(
+        self, serve: Serve, name: str
+    ) -> None:
+        one = _Group(name, "one", rejects=True)
+        two = _Group(name, "two", rejects=True)
+        service = await serve(one.handler, two.handler)
+        await service.publish(name, "a")
+        letters = await self.letters(service, name, 2)
+        assert {letter.group for letter in letters} == {"one", "two"}
+        one.rejects = two.rejects = False
+        await service.dead_letters(name).replay()
+        await self.until(lambda: len(one.got) == len(two.got) == 2)
+        await self.elapse(0.3)
+        assert len(one.got) == len(two.got) == 2
+        assert await service.dead_letters(name).list() == []
+
+    @requires("topics", "redelivery")
+    async def test_the_wrong_verb_is_refused_before_anything_is_sent(
+        self, serve: Serve, name: str
+    ) -> None:
+        group, queued = _Group(name, "g"), list[str]()
+
+        @consume(f"{name}-queue")
+        async def handle(body: str) -> None:
+            queued.append(body)
+
+        service = await serve(group.handler, handle)
+        with pytest.raises(Unsupported, match="publish"):
+            await service.send(name, "a")
+        with pytest.raises(Unsupported, match="publish"):
+            await service.send_many(name, ["a"])
+        with pytest.raises(Unsupported, match="send"):
+            await service.publish(f"{name}-queue", "a")
+        other = await serve()
+        with pytest.raises(Unsupported, match="publish"):
+            await other.send(Channel(name, str, broadcast=True), "a")
+        await self.elapse(0.3)
+        assert (group.got, queued) == ([], [])
+        assert service.metrics().messages_sent == 0

@@ -1,0 +1,56 @@
+"""The capability matrix: what each backend can do, as data.
+
+A backend declares exactly its column. The suite runs the scenarios of every supported cell, and
+proves that an unsupported one is refused at start-up.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from qkit.backend import Capabilities, Support
+
+__all__ = ["COLUMNS", "MATRIX"]
+
+N, E, X = Support.NATIVE, Support.EMULATED, Support.UNSUPPORTED
+
+COLUMNS = (
+    "native-memory",
+    "native-durable",
+    "rabbitmq-classic",
+    "rabbitmq-quorum",
+    "kafka",
+    "redis-list",
+    "redis-list-unreliable",
+    "redis-pubsub",
+)
+
+# Where a cell of the design names two ways (N + E), qkit's own part decides: it is emulated.
+_ROWS: dict[str, tuple[Support, ...]] = {
+    "durable": (X, N, N, N, N, N, N, X),
+    "redelivery": (N, N, N, N, N, E, X, X),
+    "counts_crashes": (N, N, X, N, X, E, X, X),
+    "lease": (N, N, X, X, X, E, X, X),
+    "priority": (N, N, N, X, X, E, E, X),
+    "delay": (N, N, E, E, E, E, X, X),
+    "ttl": (N, N, E, E, E, E, E, E),
+    "topics": (N, N, N, N, N, E, X, N),
+    "key_order": (E, E, E, E, N, E, X, X),
+    "dead_letters": (N, N, E, E, E, E, E, E),
+    "prefetch": (N, N, N, N, E, E, X, X),
+    "depth": (N, N, N, N, E, N, N, X),
+    "peek": (N, N, E, E, E, N, N, X),
+    "purge": (N, N, N, N, E, N, N, X),
+    "delete": (N, N, N, N, N, N, N, X),
+    "position": (N, N, X, X, X, N, N, X),
+    "replicas": (X, X, X, N, N, N, N, X),
+    "batch": (E, E, E, E, N, E, E, X),
+}
+
+MATRIX: MappingProxyType[str, Capabilities] = MappingProxyType(
+    {
+        column: Capabilities(**{feature: cells[index] for feature, cells in _ROWS.items()})
+        for index, column in enumerate(COLUMNS)
+    }
+)
+"""Capabilities by column: ``MATRIX["redis-list"].lease``."""

@@ -1,0 +1,89 @@
+"""One delivery of a message to a consumer that uses the engine by itself."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from qkit.errors import MessageNotFound
+from qkit.message import Reason
+from qkit.native.actor import QueueActor
+from qkit.native.stored import Stored
+
+__all__ = ["Delivery"]
+
+_SETTLED: Final = -1
+
+
+class Delivery:
+    """One delivery of a message, to be settled with ``ack`` or ``nack`` before its lease ends."""
+
+    __slots__ = ("_actor", "_message", "_token", "retry_count")
+
+    def __init__(self, actor: QueueActor, message: Stored) -> None:
+        self._actor = actor
+        self._message = message
+        self._token = message.state
+        self.retry_count = message.attempt - 1
+
+    def __repr__(self) -> str:
+        return f"<Delivery {self.message_id} of {self._actor.name}, retry {self.retry_count}>"
+
+    @property
+    def message_id(self) -> str:
+        """The id that ``publish`` returned."""
+        return self._message.id
+
+    @property
+    def body(self) -> bytes:
+        """The bytes as published."""
+        return self._message.body
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """A copy of the headers as published."""
+        return dict(self._message.headers or {})
+
+    @property
+    def priority(self) -> int:
+        """The priority, 0 the lowest."""
+        return self._message.priority
+
+    @property
+    def key(self) -> str | None:
+        """The key, if it was published with one."""
+        return self._message.key
+
+    async def ack(self) -> None:
+        """The work is done: forget the message.
+
+        Raises ``AckDeadlineExceeded`` if the lease is lost, ``MessageNotFound`` if this delivery
+        was settled before.
+        """
+        self._actor.state.ack(self._token if self._token > 0 else self._settled())
+        self._token = _SETTLED
+
+    async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
+        """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
+        token = self._token if self._token > 0 else self._settled()
+        actor, attempt = self._actor, self.retry_count + 1
+        limit = actor.config.max_deliveries
+        alive = False
+        if not requeue:
+            actor.reject(token, Reason.EXPLICIT_NACK)
+        elif limit is not None and attempt >= limit:
+            actor.reject(token, Reason.MAX_RETRIES_EXCEEDED)
+        else:
+            alive = actor.release(token, actor.config.delay_after(attempt))
+        self._token = _SETTLED
+        return "requeued" if alive else "dead_lettered"
+
+    async def extend(self, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now."""
+        self._actor.extend(self._token if self._token > 0 else self._settled(), seconds)
+
+    def _settled(self) -> int:
+        raise MessageNotFound(
+            "this delivery was settled before: settle each one once",
+            queue=self._actor.name,
+            message_id=self.message_id,
+        )

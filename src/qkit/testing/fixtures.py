@@ -1,0 +1,44 @@
+"""The fixtures of the pytest plugin; they need pytest-asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest_asyncio
+
+from qkit.config import Settings
+from qkit.service import QueueService
+from qkit.testing.clock import VirtualClock
+from qkit.testing.service import TestService
+
+__all__ = ["qkit_service", "virtual_clock"]
+
+
+@pytest_asyncio.fixture
+async def virtual_clock() -> AsyncGenerator[VirtualClock, None]:
+    """Time in the test's loop is virtual: it jumps instead of passing."""
+    with VirtualClock() as clock:
+        yield clock
+
+
+@pytest_asyncio.fixture
+async def qkit_service(
+    virtual_clock: VirtualClock,
+) -> AsyncGenerator[Callable[..., Awaitable[TestService]], None]:
+    """Start handlers, or a whole service, in a ``TestService`` that ends with the test.
+
+    ``t = await qkit_service(Orders(ledger))``, or ``await qkit_service(my_service)``.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def start(*targets: object) -> TestService:
+            if len(targets) == 1 and isinstance(targets[0], QueueService):
+                service = targets[0]
+            else:
+                service = QueueService(Settings(type="native"))
+                for target in targets:
+                    service.register(target)
+            return await stack.enter_async_context(TestService(service, clock=virtual_clock))
+
+        yield start

@@ -1,0 +1,22 @@
+"""The native engine in memory keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest_asyncio
+
+from qkit.backends.native import NativeBackend
+from qkit.clock import Clock
+from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.native import Engine
+
+
+class TestNativeInMemory(Conformance):
+    column = MATRIX["native-memory"]
+    virtual_time = True
+
+    @pytest_asyncio.fixture
+    async def new_backend(self, clock: Clock) -> AsyncGenerator[NewBackend, None]:
+        async with Engine(clock=clock) as engine:
+            yield lambda: NativeBackend(engine=engine)

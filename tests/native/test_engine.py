@@ -1,0 +1,660 @@
+"""The engine as a program uses it, in virtual time; seed 000's eight scenarios come first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from qkit.backend import SubscriptionSpec
+from qkit.backends.native import NativeBackend
+from qkit.errors import (
+    AckDeadlineExceeded,
+    ConfigError,
+    InvalidBody,
+    InvalidName,
+    InvalidPriority,
+    LifecycleError,
+    MessageNotFound,
+    QueueFull,
+    QueueNotFound,
+    SubscriptionLost,
+)
+from qkit.message import DeadLetter, Reason
+from qkit.native import Delivery, Engine
+from qkit.testing.clock import VirtualClock
+
+
+async def take(engine: Engine, queue: str = "tasks", **options) -> Delivery:
+    delivery = await engine.consume(queue, **options)
+    assert delivery is not None
+    return delivery
+
+
+async def drain(engine: Engine, queue: str = "tasks") -> list[bytes]:
+    bodies = []
+    while (delivery := await engine.consume(queue)) is not None:
+        bodies.append(delivery.body)
+        await delivery.ack()
+    return bodies
+
+
+class TestScenariosOfTheSeed:
+    async def test_1_basic_fifo_ordering(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        sent = [await engine.publish("tasks", f"{n}".encode()) for n in range(5)]
+        assert [item.position for item in sent] == [0, 1, 2, 3, 4]
+        assert len({item.message_id for item in sent}) == 5
+        assert await drain(engine) == [b"0", b"1", b"2", b"3", b"4"]
+
+    async def test_2_priority_ordering(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        for priority in (0, 9, 5, 9, 0):
+            await engine.publish("tasks", str(priority).encode(), priority)
+        assert await drain(engine) == [b"9", b"9", b"5", b"0", b"0"]
+
+    async def test_3_multiple_consumers_share_the_load(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        shares: dict[str, int] = {"a": 0, "b": 0, "c": 0}
+
+        async def work(name: str) -> None:
+            while (delivery := await engine.consume("tasks", 1, consumer=name)) is not None:
+                shares[name] += 1
+                await asyncio.sleep(0.01)
+                await delivery.ack()
+
+        async with asyncio.TaskGroup() as group:
+            for name in shares:
+                group.create_task(work(name))
+            for _ in range(30):
+                await engine.publish("tasks", b"x")
+        assert shares == {"a": 10, "b": 10, "c": 10}
+
+    async def test_4_ack_timeout_and_retry(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        first = await take(engine, ack_deadline=60)
+        assert first.retry_count == 0
+        await clock.advance(59)
+        assert await engine.consume("tasks") is None
+        await clock.advance(1)
+        second = await take(engine)
+        assert (second.message_id, second.retry_count) == (first.message_id, 1)
+        with pytest.raises(AckDeadlineExceeded):
+            await first.ack()
+        await second.ack()
+        assert (await engine.stats("tasks")).acked_total == 1
+
+    async def test_5_dead_letter_queue(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"poison", headers={"source": "web"})
+        for expected in ["requeued", "requeued", "requeued", "dead_lettered"]:
+            assert await (await take(engine)).nack() == expected
+        await engine.publish("tasks", b"refused")
+        assert await (await take(engine)).nack(requeue=False) == "dead_lettered"
+        await engine.publish("tasks", b"late", ttl=5)
+        await clock.advance(5)
+
+        letters = await engine.dead_letters("tasks")
+        assert [(letter.body, letter.reason, letter.attempts) for letter in letters] == [
+            (b"poison", Reason.MAX_RETRIES_EXCEEDED, 4),
+            (b"refused", Reason.EXPLICIT_NACK, 1),
+            (b"late", Reason.TTL_EXPIRED, 0),
+        ]
+        assert letters[0].channel == "tasks"
+        assert letters[0].headers == {"source": "web"}
+        assert letters[2].last_failed_at == clock.time()
+        assert await engine.list() == ["tasks", "tasks_dlq"]
+        assert (await engine.stats("tasks")).dead_lettered_total == 3
+
+        assert await engine.retry_dead_letters("tasks", ids=[letters[0].message_id]) == 1
+        again = await take(engine)
+        assert (again.message_id, again.retry_count) == (letters[0].message_id, 0)
+        assert again.headers == {"source": "web"}
+        await again.ack()
+        assert await engine.retry_dead_letters("tasks") == 2
+        assert await engine.dead_letters("tasks") == []
+        await engine.purge("tasks")
+        await engine.publish("tasks", b"y")
+        await (await take(engine)).nack(requeue=False)
+        assert await engine.purge_dead_letters("tasks") == 1
+
+    async def test_6_prefetch_limits(self, engine: Engine) -> None:
+        """Prefetch belongs to a subscription, which the backend offers."""
+        await engine.create("tasks")
+        for n in range(5):
+            await engine.publish("tasks", str(n).encode())
+        spec = SubscriptionSpec(queue="tasks", group="g", consumer="c", prefetch=2)
+        async with NativeBackend(engine=engine).subscribe(spec) as subscription:
+            held = await subscription.receive(10)
+            assert [delivery.envelope.body for delivery in held] == [b"0", b"1"]
+            more = asyncio.create_task(subscription.receive(10))
+            await asyncio.sleep(0)
+            assert not more.done()
+            await subscription.ack(held[0])
+            assert [delivery.envelope.body for delivery in await more] == [b"2"]
+
+    async def test_7_concurrent_publish_and_consume(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        seen: list[bytes] = []
+
+        async def produce(name: int) -> None:
+            for n in range(200):
+                await engine.publish("tasks", f"{name}-{n}".encode())
+                if n % 7 == 0:
+                    await asyncio.sleep(0)
+
+        async def work() -> None:
+            while (delivery := await engine.consume("tasks", 1)) is not None:
+                seen.append(delivery.body)
+                await asyncio.sleep(0)
+                await delivery.ack()
+
+        async with asyncio.TaskGroup() as group:
+            for name in range(5):
+                group.create_task(produce(name))
+                group.create_task(work())
+        assert len(seen) == len(set(seen)) == 1000
+
+    async def test_8_queue_full_behaviour(self, engine: Engine) -> None:
+        await engine.create("tasks", max_depth=2)
+        await engine.publish("tasks", b"1")
+        await engine.publish("tasks", b"2")
+        with pytest.raises(QueueFull, match="at most 2"):
+            await engine.publish("tasks", b"3")
+        await (await take(engine)).ack()
+        await engine.publish("tasks", b"3")
+        assert await drain(engine) == [b"2", b"3"]
+
+
+class TestPublish:
+    async def test_a_delivery_shows_what_was_published(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        headers = {"tenant": "acme"}
+        sent = await engine.publish(
+            "tasks", b"x", 8, headers=headers, key="k", message_id="mine", ttl=60
+        )
+        headers["tenant"] = "changed"
+        delivery = await take(engine)
+        assert sent == ("mine", 0)
+        assert (delivery.message_id, delivery.body, delivery.priority) == ("mine", b"x", 8)
+        assert (delivery.headers, delivery.key) == ({"tenant": "acme"}, "k")
+        assert repr(delivery) == "<Delivery mine of tasks, retry 0>"
+
+    async def test_a_delay_is_kept_to_the_moment(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        sent = await engine.publish("tasks", b"x", delay=7 * 24 * 3600)
+        assert sent.position is None
+        start = clock.monotonic()
+        delivery = await take(engine, timeout=None)
+        assert clock.monotonic() - start == 7 * 24 * 3600
+        await delivery.ack()
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            ({"priority": 10}, InvalidPriority),
+            ({"delay": -1.0}, ValueError),
+            ({"delay": float("nan")}, ValueError),
+            ({"ttl": 0.0}, ValueError),
+            ({"delay": 5.0, "ttl": 5.0}, ValueError),
+            ({"body": "text"}, InvalidBody),
+            ({"queue": "unknown"}, QueueNotFound),
+        ],
+    )
+    async def test_what_cannot_be_is_refused(self, engine: Engine, options, error) -> None:
+        await engine.create("tasks")
+        with pytest.raises(error):
+            await engine.publish(**{"queue": "tasks", "body": b"x", **options})
+        assert (await engine.stats("tasks")).published_total == 0
+
+    async def test_ttl_without_a_dead_letter_queue_is_dropped_and_reported(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        reported: list[DeadLetter] = []
+        engine.on_dead_letter(reported.append)
+        await engine.create("tasks", dead_letter=False)
+        await engine.publish("tasks", b"x", ttl=1)
+        await clock.advance(1)
+        stats = await engine.stats("tasks")
+        assert (stats.depth, stats.dropped_total, stats.dead_lettered_total) == (0, 1, 0)
+        assert [(letter.channel, letter.reason) for letter in reported] == [
+            ("tasks", Reason.TTL_EXPIRED)
+        ]
+        assert await engine.list() == ["tasks"]
+        assert await engine.dead_letters("tasks") == []
+        assert await engine.retry_dead_letters("tasks") == 0
+        assert await engine.purge_dead_letters("tasks") == 0
+
+    async def test_a_failing_callback_loses_no_dead_letter(
+        self, engine: Engine, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail(_: DeadLetter) -> None:
+            raise RuntimeError("callback")
+
+        engine.on_dead_letter(fail)
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        with caplog.at_level(logging.ERROR, logger="qkit.native"):
+            await (await take(engine)).nack(requeue=False)
+        assert "callback failed" in caplog.text
+        assert len(await engine.dead_letters("tasks")) == 1
+
+
+class TestSettle:
+    @pytest.mark.parametrize("first", ["ack", "nack"])
+    @pytest.mark.parametrize("second", ["ack", "nack", "extend"])
+    async def test_settling_twice(self, engine: Engine, first: str, second: str) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        await getattr(delivery, first)()
+        other = await engine.consume("tasks")  # after a nack, another consumer has it
+        with pytest.raises(MessageNotFound, match="settled before"):
+            await getattr(delivery, second)(*([5] if second == "extend" else []))
+        if other is not None:
+            await other.ack()
+
+    @pytest.mark.parametrize("late", ["ack", "nack", "extend"])
+    async def test_settling_late(self, engine: Engine, clock: VirtualClock, late: str) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine, ack_deadline=5)
+        await clock.advance(5)
+        other = await take(engine)
+        for _ in range(2):
+            with pytest.raises(AckDeadlineExceeded):
+                await getattr(delivery, late)(*([5] if late == "extend" else []))
+        await other.ack()
+
+    async def test_extend_keeps_the_lease(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks", ack_deadline=10)
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        for _ in range(10):
+            await clock.advance(8)
+            await delivery.extend(10)
+        assert await engine.consume("tasks") is None
+        await delivery.ack()
+
+    async def test_a_shorter_lease_ends_earlier(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        await delivery.extend(1)
+        again = await take(engine, timeout=2)
+        assert again.retry_count == 1
+
+    async def test_backoff_doubles_up_to_its_limit(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", max_retries=None, backoff=1.0, max_backoff=5.0)
+        await engine.publish("tasks", b"x")
+        waits = []
+        for _ in range(5):
+            start = clock.monotonic()
+            delivery = await take(engine, timeout=None)
+            waits.append(clock.monotonic() - start)
+            await delivery.nack()
+        assert waits == [0, 1, 2, 4, 5]
+
+    async def test_a_nack_after_the_ttl_is_a_dead_letter(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x", ttl=5)
+        delivery = await take(engine)
+        await clock.advance(6)
+        assert await delivery.nack() == "dead_lettered"
+        assert (await engine.dead_letters("tasks"))[0].reason == Reason.TTL_EXPIRED
+
+    async def test_a_consumer_that_always_crashes_ends_in_the_dead_letters(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", ack_deadline=1)
+        await engine.publish("tasks", b"x")
+        for _ in range(4):
+            await take(engine, timeout=2, consumer="worker-7")
+        await clock.advance(1)
+        (letter,) = await engine.dead_letters("tasks")
+        assert (letter.reason, letter.attempts) == (Reason.MAX_RETRIES_EXCEEDED, 4)
+        assert letter.error is not None
+        assert "worker-7" in letter.error
+
+
+class TestBlockedLoop:
+    """A loop that was blocked past the end of a lease; the jump stands for the block."""
+
+    async def test_an_ack_that_waited_is_accepted(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", ack_deadline=10)
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        clock._now += 100  # time.sleep(100) in a handler
+        await delivery.ack()
+        await clock.advance(1)
+        stats = await engine.stats("tasks")
+        assert (stats.acked_total, stats.depth) == (1, 0)
+
+    @pytest.mark.parametrize("renewal", ["timer", "task", "task in a task"])
+    async def test_a_renewal_that_waited_runs_before_expiry(
+        self, engine: Engine, clock: VirtualClock, renewal: str
+    ) -> None:
+        await engine.create("tasks", ack_deadline=9)
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        loop = asyncio.get_running_loop()
+
+        async def renew() -> None:
+            while True:
+                pause = asyncio.sleep(3)
+                await (pause if renewal == "task" else asyncio.create_task(pause))
+                await delivery.extend(9)
+
+        timers: list[asyncio.TimerHandle] = []
+
+        def renew_by_timer() -> None:
+            delivery._actor.extend(delivery._token, 9)
+            timers.append(loop.call_later(3, renew_by_timer))
+
+        if renewal == "timer":
+            timers.append(loop.call_later(3, renew_by_timer))
+        task = asyncio.create_task(renew()) if renewal != "timer" else None
+        for _ in range(3):
+            await asyncio.sleep(0)
+        clock._now += 1000  # another handler blocks the loop
+        await clock.advance(5)
+        assert await engine.consume("tasks") is None
+        await delivery.ack()
+        if task is not None:
+            task.cancel()
+        for timer in timers:
+            timer.cancel()
+
+    async def test_without_a_renewal_the_lease_is_lost(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", ack_deadline=9)
+        await engine.publish("tasks", b"x")
+        delivery = await take(engine)
+        clock._now += 1000
+        await clock.advance(0)
+        with pytest.raises(AckDeadlineExceeded):
+            await delivery.ack()
+
+    async def test_a_queue_deleted_while_expiry_is_deferred(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", ack_deadline=1)
+        await engine.publish("tasks", b"x")
+        await take(engine)
+        await asyncio.sleep(1)
+        await engine.delete("tasks")
+        await clock.advance(5)
+        assert await engine.list() == []
+
+    async def test_what_expired_meanwhile_is_not_handed_out(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"old", ttl=5)
+        await engine.publish("tasks", b"delayed", delay=6)
+        clock._now += 10
+        assert (await take(engine)).body == b"delayed"
+        assert [letter.body for letter in await engine.dead_letters("tasks")] == [b"old"]
+
+
+class TestParkedConsumers:
+    async def test_they_are_served_in_order_and_at_once(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks")
+        served: list[int] = []
+
+        async def wait(n: int) -> None:
+            await take(engine, timeout=60)
+            served.append(n)
+
+        start = clock.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for n in range(4):
+                group.create_task(wait(n))
+                await asyncio.sleep(0)
+            assert (await engine.stats("tasks")).consumers == 4
+            for _ in range(4):
+                await engine.publish("tasks", b"x")
+        assert served == [0, 1, 2, 3]
+        assert clock.monotonic() == start
+
+    async def test_a_timeout_ends_the_wait(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        start = clock.monotonic()
+        assert await engine.consume("tasks", timeout=5) is None
+        assert clock.monotonic() - start == 5
+        assert (await engine.stats("tasks")).consumers == 0
+
+    async def test_a_message_that_comes_with_the_timeout_is_taken(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks")
+        asyncio.get_running_loop().call_later(
+            5, lambda: engine._channels["tasks"].put(clock.monotonic(), "a", b"x")
+        )
+        assert (await take(engine, timeout=5)).message_id == "a"
+
+    async def test_an_overtaken_consumer_keeps_its_place(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        first = asyncio.create_task(take(engine, timeout=None))
+        second = asyncio.create_task(take(engine, timeout=None))
+        await asyncio.sleep(0)
+        await engine.publish("tasks", b"1")
+        overtaker = await take(engine)  # before the woken one could run
+        assert overtaker.body == b"1"
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await engine.publish("tasks", b"2")
+        await engine.publish("tasks", b"3")
+        assert [(await first).body, (await second).body] == [b"2", b"3"]
+
+    async def test_one_wake_up_is_passed_from_hand_to_hand(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        tasks = [asyncio.create_task(take(engine, timeout=None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        actor = engine.queue("tasks", "test")
+        for n in range(3):  # three messages appear with only one wake-up given
+            actor.state.put(0.0, str(n), b"x")
+        actor.wake()
+        assert {(await task).message_id for task in tasks} == {"0", "1", "2"}
+
+    @pytest.mark.parametrize("others", [0, 1])
+    async def test_cancelled_with_the_wake_up_in_flight(self, engine: Engine, others: int) -> None:
+        """RELIABILITY row 10: fifty times, nothing is lost and nobody sleeps on a message."""
+        await engine.create("tasks")
+        for n in range(50):
+            victim = asyncio.create_task(engine.consume("tasks", timeout=None))
+            await asyncio.sleep(0)
+            rest = [asyncio.create_task(take(engine, timeout=None)) for _ in range(others)]
+            await asyncio.sleep(0)
+            await engine.publish("tasks", str(n).encode())
+            victim.cancel()  # its wake-up was given, it has not run yet
+            with pytest.raises(asyncio.CancelledError):
+                await victim
+            delivery = await rest[0] if rest else await take(engine)
+            assert (delivery.body, delivery.retry_count) == (str(n).encode(), 0)
+            await delivery.ack()
+
+    async def test_cancelled_waiters_leave_nothing_behind(self, engine: Engine) -> None:
+        await engine.create("tasks")
+        for _ in range(100):
+            task = asyncio.create_task(engine.consume("tasks", timeout=None))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        assert not engine.queue("tasks", "test")._waiters
+
+    @pytest.mark.parametrize("how", ["delete", "close"])
+    async def test_they_are_let_go_when_the_queue_is(self, engine: Engine, how: str) -> None:
+        await engine.create("tasks")
+        tasks = [asyncio.create_task(engine.consume("tasks", timeout=None)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await (engine.delete("tasks") if how == "delete" else engine.aclose())
+        for task in tasks:
+            with pytest.raises(SubscriptionLost):
+                await task
+
+
+class TestAdministration:
+    async def test_create_is_idempotent_and_a_difference_is_named(self, engine: Engine) -> None:
+        await engine.create("tasks", max_depth=5)
+        await engine.publish("tasks", b"x")
+        await engine.create("tasks", max_depth=5)
+        assert (await engine.stats("tasks")).depth == 1
+        with pytest.raises(ConfigError, match="max_depth=5 and now with 6"):
+            await engine.create("tasks", max_depth=6)
+
+    async def test_a_dead_letter_queue_made_by_need_may_be_declared_after(
+        self, engine: Engine
+    ) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x")
+        await (await take(engine)).nack(requeue=False)
+        await engine.create("tasks_dlq", dead_letter=False, max_depth=7)
+        assert (await engine.stats("tasks_dlq")).depth == 1
+        delivery = await take(engine, "tasks_dlq")
+        assert delivery.headers["qkit-dead-channel"] == "tasks"
+
+    async def test_the_oldest_dead_letter_goes_when_there_are_too_many(
+        self, engine: Engine, clock: VirtualClock
+    ) -> None:
+        await engine.create("tasks", dead_letter_max_depth=2)
+        for n in range(3):
+            await engine.publish("tasks", str(n).encode())
+            await (await take(engine)).nack(requeue=False)
+            await clock.advance(1)
+        assert [letter.body for letter in await engine.dead_letters("tasks")] == [b"1", b"2"]
+        assert (await engine.stats("tasks_dlq")).dropped_total == 1
+
+    async def test_a_dead_letter_fits_into_a_narrower_queue(self, engine: Engine) -> None:
+        await engine.create("tasks_dlq", dead_letter=False, max_priority=0)
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x", 9)
+        await (await take(engine)).nack(requeue=False)
+        assert len(await engine.dead_letters("tasks")) == 1
+
+    async def test_a_retry_into_a_full_queue_keeps_the_rest(self, engine: Engine) -> None:
+        await engine.create("tasks", max_depth=2)
+        for n in range(3):
+            await engine.publish("tasks", str(n).encode())
+            await (await take(engine)).nack(requeue=False)
+        with pytest.raises(QueueFull):
+            await engine.retry_dead_letters("tasks")
+        assert [letter.body for letter in await engine.dead_letters("tasks")] == [b"2"]
+        assert await drain(engine) == [b"0", b"1"]
+
+    async def test_stats(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        fresh = await engine.stats("tasks")
+        assert (fresh.avg_wait_time_ms, fresh.oldest_message_age_secs) == (None, None)
+        for n in range(4):
+            await engine.publish("tasks", str(n).encode())
+        await engine.publish("tasks", b"later", delay=60)
+        await clock.advance(2)
+        await (await take(engine)).ack()
+        await (await take(engine)).nack()
+        await take(engine)
+        await clock.advance(1)
+        stats = await engine.stats("tasks")
+        assert (stats.queue, stats.depth, stats.in_flight, stats.scheduled) == ("tasks", 2, 1, 1)
+        assert (stats.published_total, stats.consumed_total) == (5, 3)
+        assert (stats.acked_total, stats.nacked_total, stats.dropped_total) == (1, 1, 0)
+        assert stats.avg_wait_time_ms == 2000
+        assert stats.oldest_message_age_secs == 3
+
+    async def test_peek_purge_remove_delete(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        for n in range(4):
+            await engine.publish("tasks", str(n).encode(), message_id=str(n))
+        await engine.publish("tasks", b"later", delay=5, ttl=60, message_id="later")
+        await engine.publish("tasks", b"gone", ttl=1, message_id="gone")
+        await clock.advance(1)
+        envelopes = await engine.peek("tasks", 10)
+        assert [item.id for item in envelopes] == ["0", "1", "2", "3", "later"]
+        assert envelopes[-1].not_before == clock.time() + 4
+        assert envelopes[-1].expires_at == clock.time() + 59
+        assert envelopes[0].attempt == 0
+        assert len(await engine.peek("tasks")) == 1
+        assert await engine.remove("tasks", ["1", "no"]) == 1
+        held = await take(engine)
+        assert await engine.purge("tasks") == 3
+        await held.ack()
+        await engine.delete("tasks")
+        for call in (engine.stats, engine.peek, engine.purge, engine.delete, engine.dead_letters):
+            with pytest.raises(QueueNotFound, match="'tasks'"):
+                await call("tasks")
+
+    @pytest.mark.parametrize("name", ["", "a b", "../x", "x" * 201])
+    async def test_names(self, engine: Engine, name: str) -> None:
+        with pytest.raises(InvalidName):
+            await engine.create(name)
+
+    async def test_the_longest_name_has_dead_letters_too(self, engine: Engine) -> None:
+        name = "x" * 200
+        await engine.create(name)
+        await engine.publish(name, b"x")
+        await (await take(engine, name)).nack(requeue=False)
+        assert len(await engine.dead_letters(name)) == 1
+        assert await engine.list() == [name, name + "_dlq"]
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_depth": 0},
+            {"max_priority": 256},
+            {"max_retries": -1},
+            {"ack_deadline": 0},
+            {"backoff": -1},
+            {"dead_letter_max_depth": 0},
+        ],
+    )
+    async def test_options_that_cannot_work(self, engine: Engine, options) -> None:
+        with pytest.raises(ConfigError):
+            await engine.create("tasks", **options)
+
+
+class TestLife:
+    async def test_opened_once_and_closed_for_good(self, engine: Engine) -> None:
+        assert engine.running
+        with pytest.raises(LifecycleError):
+            await engine.__aenter__()
+        await engine.create("tasks")
+        await engine.aclose()
+        await engine.aclose()
+        assert not engine.running
+        with pytest.raises(LifecycleError, match="closed"):
+            await engine.publish("tasks", b"x")
+
+    async def test_not_opened(self) -> None:
+        with pytest.raises(LifecycleError, match="async with"):
+            await Engine().create("tasks")
+
+    async def test_from_another_loop(self, engine: Engine) -> None:
+        await engine.create("tasks")
+
+        def elsewhere() -> None:
+            with pytest.raises(LifecycleError, match="another event loop"):
+                asyncio.run(engine.consume("tasks", timeout=1))
+
+        await asyncio.to_thread(elsewhere)
+
+    async def test_close_leaves_no_timer(self, engine: Engine, clock: VirtualClock) -> None:
+        await engine.create("tasks")
+        await engine.publish("tasks", b"x", delay=5)
+        await engine.publish("tasks", b"y")
+        delivery = await take(engine)
+        actor = engine.queue("tasks", "test")
+        await engine.aclose()
+        assert actor._timer is None
+        await delivery.nack()  # harmless, and arms nothing
+        assert actor._timer is None

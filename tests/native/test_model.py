@@ -1,0 +1,264 @@
+"""A random history of one queue against a plain model of what it promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from qkit.errors import AckDeadlineExceeded, QueueFull
+from qkit.message import Reason
+from qkit.native.queue import QueueState
+
+MAX_DEPTH, MAX_PRIORITY, MAX_DELIVERIES = 12, 3, 3
+SECONDS = st.integers(1, 12).map(float)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A message of the model; ``place`` is its number in order of becoming ready."""
+
+    id: str
+    priority: int
+    expires: float
+    place: int | None = None
+    scheduled: tuple[float, int] | None = None  # due, and the order in which it was scheduled
+    token: int | None = None
+    deadline: float = 0.0
+    attempt: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class QueueModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = QueueState(
+            "q", max_depth=MAX_DEPTH, max_priority=MAX_PRIORITY, max_deliveries=MAX_DELIVERIES
+        )
+        self.now = 100.0
+        self.messages: list[Copy] = []
+        self.stale: list[int] = []
+        self.dead: list[tuple[str, Reason, int]] = []
+        self.count = 0
+
+    # The model
+
+    def number(self) -> int:
+        self.count += 1
+        return self.count
+
+    def ready(self) -> list[Copy]:
+        found = [m for m in self.messages if m.token is None and m.scheduled is None]
+        return sorted(found, key=lambda m: (-m.priority, m.place))
+
+    def scheduled(self) -> list[Copy]:
+        found = [m for m in self.messages if m.scheduled is not None]
+        return sorted(found, key=lambda m: m.scheduled or (0.0, 0))
+
+    def held(self) -> list[Copy]:
+        return [m for m in self.messages if m.token is not None]
+
+    def bury(self, message: Copy, reason: Reason) -> None:
+        self.messages.remove(message)
+        self.dead.append((message.id, reason, message.attempt))
+
+    def pass_time(self) -> None:
+        """What is due happens, leases apart."""
+        for message in self.scheduled():
+            if message.scheduled and message.scheduled[0] <= self.now:
+                message.scheduled = None
+                if message.place is None:
+                    message.place = self.number()
+        for message in self.ready() + self.scheduled():
+            if message.expires <= self.now:
+                self.bury(message, Reason.TTL_EXPIRED)
+
+    def give_back(self, message: Copy) -> None:
+        self.stale.append(message.token or 0)
+        message.token = None
+
+    # What may happen
+
+    @rule(
+        priority=st.integers(0, MAX_PRIORITY),
+        delay=st.none() | SECONDS,
+        ttl=st.none() | SECONDS,
+    )
+    def put(self, priority: int, delay: float | None, ttl: float | None) -> None:
+        message = Copy(
+            id=f"m{self.number()}",
+            priority=priority,
+            expires=float("inf") if ttl is None else self.now + ttl,
+        )
+        due = None if delay is None else self.now + delay
+        expires = None if ttl is None else message.expires
+        if len(self.messages) >= MAX_DEPTH:
+            with pytest.raises(QueueFull):
+                self.queue.put(
+                    self.now, message.id, b"", priority=priority, due=due, expires=expires
+                )
+            return
+        expected = None
+        if due is None:
+            expected = sum(other.priority >= priority for other in self.ready())
+            message.place = self.number()
+        else:
+            message.scheduled = (due, self.number())
+        self.messages.append(message)
+        position = self.queue.put(
+            self.now, message.id, b"", priority=priority, due=due, expires=expires
+        )
+        assert position == expected
+
+    @rule(limit=st.integers(1, 4), lease=SECONDS)
+    def claim(self, limit: int, lease: float) -> None:
+        self.pass_time()
+        expected = self.ready()[:limit]
+        claimed = self.queue.claim(self.now, limit, lease)
+        assert [message.id for message in claimed] == [message.id for message in expected]
+        for real, message in zip(claimed, expected, strict=True):
+            message.attempt += 1
+            message.token = real.state
+            message.deadline = self.now + lease
+            assert (real.attempt, real.headers or {}) == (message.attempt, message.headers)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def ack(self, data: st.DataObject) -> None:
+        message = data.draw(st.sampled_from(self.held()))
+        assert message.token is not None
+        self.queue.ack(message.token)
+        self.give_back(message)
+        self.messages.remove(message)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data(), delay=st.just(0.0) | SECONDS, count=st.booleans())
+    def release(self, data: st.DataObject, delay: float, count: bool) -> None:
+        message = data.draw(st.sampled_from(self.held()))
+        assert message.token is not None
+        message.headers = {"released": str(self.number())}
+        alive = self.queue.release(
+            self.now, message.token, delay, count_attempt=count, headers=message.headers
+        )
+        self.give_back(message)
+        message.attempt -= not count
+        if message.expires <= self.now:
+            self.bury(message, Reason.TTL_EXPIRED)
+            assert not alive
+        elif delay:
+            message.scheduled = (self.now + delay, self.number())
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        message = data.draw(st.sampled_from(self.held()))
+        assert message.token is not None
+        self.queue.reject(message.token, Reason.EXPLICIT_NACK)
+        self.give_back(message)
+        self.bury(message, Reason.EXPLICIT_NACK)
+
+    @precondition(lambda self: self.held())
+    @rule(data=st.data(), seconds=SECONDS)
+    def extend(self, data: st.DataObject, seconds: float) -> None:
+        message = data.draw(st.sampled_from(self.held()))
+        assert message.token is not None
+        self.queue.extend(self.now, message.token, seconds)
+        message.deadline = self.now + seconds
+
+    @precondition(lambda self: self.stale)
+    @rule(data=st.data())
+    def settle_late(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from(self.stale))
+        with pytest.raises(AckDeadlineExceeded):
+            self.queue.ack(token)
+        with pytest.raises(AckDeadlineExceeded):
+            self.queue.release(self.now, token)
+        with pytest.raises(AckDeadlineExceeded):
+            self.queue.extend(self.now, token, 1.0)
+
+    @rule(seconds=SECONDS)
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        self.pass_time()
+        lost = [message for message in self.held() if message.deadline <= self.now]
+        for message in lost:
+            self.give_back(message)
+            if message.attempt >= MAX_DELIVERIES:
+                self.bury(message, Reason.MAX_RETRIES_EXCEEDED)
+            elif message.expires <= self.now:
+                self.bury(message, Reason.TTL_EXPIRED)
+        self.compare_dead(self.queue.expire(self.now))
+        due = self.queue.next_due()
+        assert due is None or due > self.now
+
+    @rule()
+    def purge(self) -> None:
+        kept = self.held()
+        assert self.queue.purge() == len(self.messages) - len(kept)
+        self.messages = kept
+
+    @precondition(lambda self: self.messages)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        message = data.draw(st.sampled_from(self.messages))
+        assert self.queue.remove([message.id]) == (message.token is None)
+        if message.token is None:
+            self.messages.remove(message)
+
+    # What must always hold
+
+    def compare_dead(self, dead) -> None:
+        found = [(item.message.id, item.reason, item.message.attempt) for item in dead]
+        assert sorted(found) == sorted(self.dead)
+        self.dead = []
+
+    @invariant()
+    def same_messages_in_the_same_order(self) -> None:
+        queue = self.queue
+        ready, scheduled = self.ready(), self.scheduled()
+        assert (queue.ready, queue.scheduled) == (len(ready), len(scheduled))
+        assert queue.in_flight == len(self.held())
+        assert [m.id for m, _ in queue.peek(MAX_DEPTH)] == [m.id for m in ready + scheduled]
+        assert all(queue.holds(message.token or 0) for message in self.held())
+        self.compare_dead(queue.take_dead())
+
+    @invariant()
+    def the_timer_is_never_late(self) -> None:
+        dues = [message.deadline for message in self.held()]
+        dues += [message.scheduled[0] for message in self.messages if message.scheduled]
+        dues += [message.expires for message in self.ready() + self.scheduled()]
+        first = min(dues, default=float("inf"))
+        due = self.queue.next_due()
+        assert first == float("inf") or (due is not None and due <= first)
+
+
+ORDINARY = settings(
+    max_examples=100,
+    stateful_step_count=50,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def test_a_queue_does_what_its_model_does() -> None:
+    run_state_machine_as_test(QueueModel, settings=ORDINARY)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1800)  # a busy machine takes far more than the suite's limit
+def test_a_queue_does_what_its_model_does_at_length() -> None:
+    """RELIABILITY row 8, the crash and reopening apart: in memory there is nothing to reopen."""
+    run_state_machine_as_test(QueueModel, settings=settings(ORDINARY, max_examples=2000))

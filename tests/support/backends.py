@@ -1,0 +1,181 @@
+"""A backend for tests that must see faults: programmable, and it records every call in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import fields, replace
+
+from qkit.backend import Capabilities, Delivery, QueueSpec, SubscriptionSpec, Support
+from qkit.errors import MessageNotFound
+from qkit.message import Envelope, Sent
+
+__all__ = ["ScriptedBackend", "can"]
+
+Call = tuple[object, ...]
+Step = BaseException | asyncio.Event | float | Callable[[], Awaitable[object]] | None
+
+
+def can(**but: Support) -> Capabilities:
+    """Every capability, except as said."""
+    everything = {item.name: Support.NATIVE for item in fields(Capabilities)}
+    return Capabilities(**(everything | but))
+
+
+class ScriptedBackend:
+    """Queues in memory whose next calls fail, or hang, as told.
+
+    ``calls`` holds what was asked in order: ``("publish", queue, id)``, ``("ack", id)``,
+    ``("release", id, delay, count_attempt)``, ``("subscribe", queue)``, ``("extend", id)``.
+    A call is recorded when it succeeds; a failed one as ``("failed", operation)``.
+    """
+
+    def __init__(self, capabilities: Capabilities | None = None, *, lease: float | None = None):
+        self.name = "scripted"
+        self.capabilities = capabilities if capabilities is not None else can()
+        self.calls: list[Call] = []
+        self.declared: list[QueueSpec] = []
+        self.queues: dict[str, deque[Envelope]] = {}
+        self.held: dict[str, Envelope] = {}
+        self.most_held = 0
+        self._lease = lease
+        self._script: dict[str, deque[Step]] = {}
+        self._arrived = asyncio.Event()
+
+    # The script
+
+    def script(self, operation: str, *steps: Step) -> None:
+        """What the next calls of an operation meet.
+
+        An error, an event or seconds to wait for, a coroutine function, or nothing special.
+        """
+        self._script.setdefault(operation, deque()).extend(steps)
+        self._arrived.set()  # a parked receive looks at its script
+
+    def put(self, queue: str, *envelopes: Envelope) -> None:
+        """Messages of another program."""
+        self.queues.setdefault(queue, deque()).extend(envelopes)
+        self._arrived.set()
+
+    def count(self, operation: str) -> int:
+        """How often an operation succeeded."""
+        return sum(call[0] == operation for call in self.calls)
+
+    def of(self, *operations: str) -> list[Call]:
+        """The calls of these operations, in order."""
+        return [call for call in self.calls if call[0] in operations]
+
+    async def _step(self, operation: str) -> None:
+        steps = self._script.get(operation)
+        step = steps.popleft() if steps else None
+        if isinstance(step, BaseException):
+            self.calls.append(("failed", operation))
+            raise step
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        elif callable(step):
+            await step()
+        elif step is not None:
+            await asyncio.sleep(step)
+
+    # Backend
+
+    async def start(self) -> None:
+        await self._step("start")
+
+    async def declare(self, spec: QueueSpec) -> None:
+        self.declared.append(spec)
+        self.queues.setdefault(spec.name, deque())
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        await self._step("publish")
+        for envelope in envelopes:
+            self.calls.append(("publish", queue, envelope.id))
+            self.put(queue, replace(envelope, headers=dict(envelope.headers)))
+        return [Sent(envelope.id) for envelope in envelopes]
+
+    def subscribe(
+        self, spec: SubscriptionSpec
+    ) -> AbstractAsyncContextManager[ScriptedSubscription]:
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(self, spec: SubscriptionSpec) -> AsyncIterator[ScriptedSubscription]:
+        await self._step("subscribe")
+        self.calls.append(("subscribe", spec.queue))
+        subscription = ScriptedSubscription(self, spec, self._lease)
+        try:
+            yield subscription
+        finally:
+            for envelope in subscription.held.values():
+                self.queues[spec.queue].appendleft(envelope)
+                self.calls.append(("give back", envelope.id))
+            self._arrived.set()
+
+    async def ping(self) -> None:
+        await self._step("ping")
+
+    async def aclose(self) -> None:
+        self.calls.append(("aclose",))
+
+
+class ScriptedSubscription:
+    """One subscription of a ``ScriptedBackend``."""
+
+    def __init__(self, backend: ScriptedBackend, spec: SubscriptionSpec, lease: float | None):
+        self._backend = backend
+        self._queue = spec.queue
+        self._lease = lease
+        self.held: dict[str, Envelope] = {}
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        backend = self._backend
+        queue = backend.queues[self._queue]
+        while True:
+            await backend._step("receive")
+            if queue:
+                break
+            backend._arrived.clear()
+            await backend._arrived.wait()
+        taken = [queue.popleft() for _ in range(min(limit, len(queue)))]
+        for envelope in taken:
+            self.held[envelope.id] = envelope
+        backend.most_held = max(backend.most_held, len(self.held))
+        return [
+            Delivery(replace(item, headers=dict(item.headers)), self._queue, item.id, self._lease)
+            for item in taken
+        ]
+
+    def _settled(self, delivery: Delivery) -> Envelope:
+        try:
+            return self.held.pop(delivery.envelope.id)
+        except KeyError:
+            raise MessageNotFound("settled before") from None
+
+    async def ack(self, delivery: Delivery) -> None:
+        await self._backend._step("ack")
+        self._settled(delivery)
+        self._backend.calls.append(("ack", delivery.envelope.id))
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        await self._backend._step("release")
+        envelope = self._settled(delivery)
+        self._backend.calls.append(("release", envelope.id, delay, count_attempt))
+        again = replace(
+            envelope,
+            headers=dict(delivery.envelope.headers),
+            attempt=envelope.attempt + count_attempt,
+        )
+        asyncio.get_running_loop().call_later(delay, self._backend.put, self._queue, again)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        await self._backend._step("extend")
+        self._backend.calls.append(("extend", delivery.envelope.id))
+
+    async def stop(self) -> None:
+        await self._backend._step("stop")
+        self._backend.calls.append(("stop", self._queue))

@@ -1,0 +1,141 @@
+"""A worker process for the tests of signals: ``python -m tests.support.worker <mode>``.
+
+It writes a line for each accepted send, each handler's beginning and end, and at its own end how
+many messages are left. Whoever started it keeps the books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+from qkit import Message, QueueError, QueueService, Settings, SyncQueueService, consume
+from qkit.backends.native import NativeBackend
+from qkit.native import Engine
+
+SETTINGS = Settings(type="native", shutdown={"timeout": 20})
+FOR_EVER = 3_600.0
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+@consume("orders", concurrency=8)
+async def work(body: int, message: Message) -> None:
+    say("begin", message.id)
+    await asyncio.sleep(random.random() / 50)
+    say("end", message.id)
+
+
+@consume("orders", concurrency=8)
+def work_in_thread(body: int, message: Message) -> None:
+    say("begin", message.id)
+    time.sleep(random.random() / 50)
+    say("end", message.id)
+
+
+@consume("orders")
+async def stuck(body: int) -> None:
+    say("begin", body)
+    await asyncio.sleep(FOR_EVER)
+
+
+@consume("orders")
+def stuck_in_thread(body: int) -> None:
+    say("begin", body)
+    time.sleep(FOR_EVER)
+
+
+@consume("orders")
+async def stuck_in_loop(body: int) -> None:
+    say("begin", body)
+    time.sleep(FOR_EVER)  # noqa: ASYNC251  # blocking the loop is the point
+
+
+@consume("orders")
+async def stubborn(body: int) -> None:
+    say("begin", body)
+    while True:
+        try:
+            await asyncio.sleep(FOR_EVER)
+        except asyncio.CancelledError:
+            say("cancelled", body)
+
+
+async def load(service: QueueService) -> None:
+    """Send until the service is closed."""
+    for number in range(10**9):
+        try:
+            sent = await service.send("orders", number)
+        except QueueError:
+            return
+        say("sent", sent.message_id)
+        if number % 5 == 0:
+            await asyncio.sleep(0.001)
+
+
+async def under_load(handler: object) -> None:
+    async with Engine() as engine:  # it outlives the service, to be asked what is left
+        service = QueueService(SETTINGS, backend=NativeBackend(engine=engine))
+        service.register(handler)
+        await service.start()
+        loading = asyncio.create_task(load(service))
+        await service.run()
+        await loading
+        stats = await engine.stats("orders")
+        say("left", stats.depth + (stats.scheduled or 0) + (stats.in_flight or 0))
+
+
+async def one_message(handler: object) -> None:
+    service = QueueService(SETTINGS)
+    service.register(handler)
+    service.on("shutdown", lambda event: say("abandoned", event.abandoned))
+    await service.start()
+    sending = asyncio.create_task(send_one(service))
+    await service.run()
+    await sending
+    say("ended")
+
+
+async def send_one(service: QueueService) -> None:
+    """Send once signals are caught: the handler's first words call for them."""
+    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # noqa: ASYNC110  # no event tells
+        await asyncio.sleep(0)
+    await service.send("orders", 1)
+
+
+def sync_service(handler: object) -> None:
+    service = SyncQueueService(SETTINGS)
+    service.register(handler)
+    service.on("shutdown", lambda event: say("abandoned", event.abandoned))
+    threading.Thread(target=send_one_in_sync, args=(service,)).start()
+    service.run()
+    say("ended", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+
+
+def send_one_in_sync(service: SyncQueueService) -> None:
+    while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        time.sleep(0.001)
+    service.send("orders", 1)
+
+
+def main(mode: str) -> None:
+    kind, _, name = mode.partition(":")
+    handler = globals()[name]
+    match kind:
+        case "load":
+            asyncio.run(under_load(handler))
+        case "one":
+            asyncio.run(one_message(handler))
+        case "sync":
+            sync_service(handler)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

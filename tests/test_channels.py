@@ -1,0 +1,135 @@
+"""Channels: names, options that are checked, and declarations that merge or contradict."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from qkit import Channel, Message, RetrySettings
+from qkit.channels import CallNext, caller_place
+from qkit.errors import ConfigError, InvalidName
+
+
+async def passing(message: Message, call_next: CallNext) -> object:
+    return await call_next(message)
+
+
+def test_a_channel_carries_its_name_type_options_and_place():
+    orders = Channel("orders", dict, prefetch=20, dead_letter=False)
+    assert (orders.name, orders.type) == ("orders", dict)
+    assert orders.options == {"prefetch": 20, "dead_letter": False}
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", orders.place)
+    assert repr(orders) == "Channel('orders', dict)"
+    assert repr(Channel("orders")) == "Channel('orders')"
+    assert repr(Channel("x", list[int])) == "Channel('x', list)"
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "../x", "a/b", "x\n", "x" * 201, ".", "..", 5])
+def test_a_name_that_some_broker_cannot_carry_is_refused(name):
+    with pytest.raises(InvalidName, match="channel name"):
+        Channel(name)
+
+
+def test_lists_become_tuples_so_that_declarations_compare():
+    one = Channel("orders", retry_on=[ValueError], middleware=[passing])
+    assert one.options == {"retry_on": (ValueError,), "middleware": (passing,)}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"prefetch": 0}, "prefetch: 0 must be at least 1 and at most 1000"),
+        ({"prefetch": 1001}, "at most 1000"),
+        ({"prefetch": 2.5}, "prefetch: a whole number, not 2.5"),
+        ({"prefetch": True}, "prefetch: a number, not bool"),
+        ({"prefetch": "10"}, "prefetch: a number, not str"),
+        ({"prefetch": None}, "prefetch: a number, not NoneType"),
+        ({"max_priority": 256}, "at least 0 and at most 255"),
+        ({"max_priority": 1.0}, "a whole number"),
+        ({"max_depth": 0}, "max_depth: 0 must be at least 1"),
+        ({"max_depth": float("inf")}, "a whole number"),
+        ({"ack_deadline": 0}, "at least 0.001"),
+        ({"ack_deadline": float("nan")}, "at least 0.001"),
+        ({"ttl": -1}, "ttl: -1 must be at least 0.001"),
+        ({"ttl": float("inf")}, "ttl: inf must be"),
+        ({"broadcast": 1}, "broadcast: True or False, not int"),
+        ({"dead_letter": "yes"}, "True or False, not str"),
+        ({"ordered": None}, "True or False, not NoneType"),
+        ({"retry": {"max_attempts": 3}}, "retry: a RetrySettings"),
+        ({"retry_on": ValueError}, "retry_on: a list, not <class 'ValueError'>"),
+        ({"retry_on": [5]}, "5 is not an exception class"),
+        ({"dead_on": [KeyboardInterrupt]}, "is not an exception class"),
+        ({"dead_on": {ValueError}}, "dead_on: a list"),
+        ({"middleware": passing}, "middleware: a list"),
+        ({"middleware": ["passing"]}, r"'passing' is no async function\(message, call_next\)"),
+        ({"prefetsh": 3}, "prefetsh: no such option; did you mean 'prefetch'"),
+        ({"zzz": 3}, "zzz: no such option; see ChannelOptions"),
+    ],
+)
+def test_an_option_that_cannot_be_kept_is_refused_by_name(options, word):
+    with pytest.raises(ConfigError, match=f"channel 'orders': .*{word}"):
+        Channel("orders", **options)
+
+
+def test_an_ordered_channel_cannot_ask_for_retries_that_wait_in_the_broker():
+    with pytest.raises(ConfigError, match="ordered: retries happen inline"):
+        Channel("orders", ordered=True, retry=RetrySettings(mode="release"))
+    for fine in (RetrySettings(mode="inline"), RetrySettings(max_attempts=5)):
+        assert Channel("orders", ordered=True, retry=fine).options["ordered"] is True
+    released = Channel("orders", ordered=False, retry=RetrySettings(mode="release"))
+    assert released.options["ordered"] is False
+
+
+def test_two_declarations_become_one_with_the_options_of_both():
+    first: Channel[object] = Channel("orders", prefetch=5)
+    second: Channel[Any] = Channel("orders", dict, ttl=60, prefetch=5)
+    merged = first.merge(second)
+    assert merged.options == {"prefetch": 5, "ttl": 60}
+    assert merged.type is dict
+    assert merged.place == first.place
+
+
+def test_a_declaration_that_says_nothing_new_leaves_the_channel_as_it_is():
+    first: Channel[Any] = Channel("orders", dict, prefetch=5, retry_on=[ValueError])
+    assert first.merge(Channel("orders")) is first
+    assert first.merge(Channel("orders", dict, retry_on=(ValueError,))) is first
+    assert Channel("orders").merge(first) is not first
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "what"),
+    [
+        ({"prefetch": 5}, {"prefetch": 6}, "different prefetch: 5 at .*, 6 at "),
+        ({"broadcast": True}, {"broadcast": False}, "different broadcast: True at .*, False at "),
+        ({"retry_on": [ValueError]}, {"retry_on": []}, "different retry_on"),
+        ({"retry": RetrySettings(max_attempts=2)}, {"retry": RetrySettings()}, "different retry"),
+    ],
+)
+def test_a_contradiction_names_both_places(mine, theirs, what):
+    first = Channel("orders", **mine)
+    second = Channel("orders", **theirs)
+    with pytest.raises(ConfigError, match=f"'orders' is declared twice with {what}") as caught:
+        first.merge(second)
+    assert first.place in str(caught.value)
+    assert second.place in str(caught.value)
+    assert first.place != second.place
+
+
+def test_a_contradiction_of_types_is_one_too():
+    with pytest.raises(ConfigError, match="different type: <class 'int'> at "):
+        Channel("orders", int).merge(Channel("orders", str))
+
+
+def test_options_that_do_not_go_together_are_refused_also_when_two_places_give_them():
+    released = Channel("orders", retry=RetrySettings(mode="release"))
+    with pytest.raises(ConfigError, match="ordered: retries happen inline"):
+        Channel("orders", ordered=True).merge(released)
+
+
+def test_the_place_is_that_of_the_caller_outside_qkit():
+    assert caller_place().startswith(f"{__file__}:")
+    space: dict[str, object] = {"__name__": "qkit.inside", "caller_place": caller_place}
+    exec(compile("place = caller_place()", "inside.py", "exec"), space)
+    assert str(space["place"]).startswith(f"{__file__}:")

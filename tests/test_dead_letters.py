@@ -1,0 +1,479 @@
+"""Dead letters: list, filter, replay and purge; also those that the engine makes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from qkit import (
+    DeadLettered,
+    Message,
+    PartialSend,
+    QueueError,
+    QueueFull,
+    QueueService,
+    Reason,
+    Reject,
+    Settings,
+    consume,
+)
+from qkit.backend import QueueSpec, SubscriptionSpec
+from qkit.message import Envelope
+from tests.support.clock import VirtualClock
+from tests.support.faulty import FaultyBackend
+
+
+class Clerk:
+    """A handler of orders that fails as told and remembers what it saw."""
+
+    def __init__(self) -> None:
+        self.failing: Callable[[int], Exception | None] = lambda body: None
+        self.seen: list[Message] = []
+
+    @consume("orders")
+    async def handle(self, body: int, message: Message) -> None:
+        self.seen.append(message)
+        error = self.failing(body)
+        if error is not None:
+            raise error
+
+
+def make(clock: VirtualClock, *handlers: object, **settings: Any) -> QueueService:
+    service = QueueService(
+        Settings(type="native", **({"retry": {"enabled": False}} | settings)),
+        backend=FaultyBackend(clock, name="native"),
+        clock=clock,
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+def backend_of(service: QueueService) -> FaultyBackend:
+    backend = service._backend
+    assert isinstance(backend, FaultyBackend)
+    return backend
+
+
+async def test_what_failed_is_listed_with_its_reason_and_error(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: [ValueError("negative total"), Reject("not ours"), None][body]
+    async with make(virtual_clock, clerk) as service:
+        sent = await service.send_many("orders", [0, 1, 2], headers={"tenant": "acme"})
+        await backend_of(service).publish("orders", [Envelope("their-id", b"no json")])
+        await virtual_clock.advance(1)
+        letters = {
+            letter.message_id: letter for letter in await service.dead_letters("orders").list()
+        }
+    failed, rejected, foreign = letters[sent[0][0]], letters[sent[1][0]], letters["their-id"]
+    assert len(letters) == 3
+    assert (failed.reason, failed.error_type, failed.error) == (
+        "MaxRetriesExceeded", "ValueError", "negative total",
+    )  # fmt: skip
+    assert (rejected.reason, rejected.error) == ("ExplicitNack", "not ours")
+    assert (foreign.reason, foreign.body, foreign.error_type) == (
+        "Undecodable", b"no json", "DecodeError",
+    )  # fmt: skip
+    assert {letter.channel for letter in letters.values()} == {"orders"}
+    assert failed.headers == {"tenant": "acme"}
+    assert failed.attempts == 1
+    assert failed.first_failed_at == failed.last_failed_at
+
+
+async def test_first_and_last_failure_are_told_apart(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, clerk, retry={"jitter": 0}) as service:
+        await service.send("orders", 1)
+        await virtual_clock.advance(60)
+        (letter,) = await service.dead_letters("orders").list()
+    assert letter.attempts == 3
+    assert letter.last_failed_at - letter.first_failed_at == pytest.approx(3.0)
+
+
+async def failed_orders(service: QueueService, clerk: Clerk, clock: VirtualClock) -> list[str]:
+    """Six dead letters: three ValueErrors, two KeyErrors, one rejected."""
+    errors = [
+        ValueError("a"),
+        KeyError("b"),
+        Reject("c"),
+        ValueError("d"),
+        KeyError("a"),
+        ValueError(),
+    ]
+    clerk.failing = lambda body: errors[body]
+    sent = await service.send_many("orders", range(6))
+    await clock.advance(1)
+    clerk.failing = lambda body: None
+    clerk.seen.clear()
+    return [item.message_id for item in sent]
+
+
+@pytest.mark.parametrize(
+    ("filters", "places"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"reason": Reason.EXPLICIT_NACK}, [2]),
+        ({"reason": "MaxRetriesExceeded"}, [0, 1, 3, 4, 5]),
+        ({"error": "ValueError"}, [0, 3, 5]),
+        ({"error": "'a'"}, [4]),
+        ({"error": "a", "reason": "MaxRetriesExceeded"}, [0, 4]),
+        ({"error": "nothing like it"}, []),
+        ({"limit": 2}, [0, 1]),
+        ({"limit": 2, "error": "ValueError"}, [0, 3]),
+        ({"ids": []}, []),
+    ],
+)
+async def test_filters_choose_what_is_listed_and_what_is_replayed(
+    virtual_clock: VirtualClock, filters: dict[str, Any], places: list[int]
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        ids = await failed_orders(service, clerk, virtual_clock)
+        letters = service.dead_letters("orders")
+        listed = await letters.list(**filters)
+        assert [letter.message_id for letter in listed] == [ids[place] for place in places]
+        assert len(await letters.list()) == 6  # looking takes nothing away
+        assert await letters.replay(**filters) == len(places)
+        await virtual_clock.advance(1)
+        assert sorted(message.id for message in clerk.seen) == sorted(
+            ids[place] for place in places
+        )
+        assert len(await letters.list()) == 6 - len(places)
+
+
+async def test_single_messages_are_chosen_by_id(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        ids = await failed_orders(service, clerk, virtual_clock)
+        letters = service.dead_letters("orders")
+        assert [letter.message_id for letter in await letters.list(ids=ids[1])] == [ids[1]]
+        assert await letters.replay([ids[1], ids[4], "no such id"]) == 2
+        assert await letters.replay(ids[2]) == 1
+        assert await letters.replay(ids[2]) == 0
+        await virtual_clock.advance(1)
+        assert {message.id for message in clerk.seen} == {ids[1], ids[2], ids[4]}
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+async def test_a_limit_below_one_is_refused_not_taken_for_all(
+    virtual_clock: VirtualClock, limit: int
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        await failed_orders(service, clerk, virtual_clock)
+        letters = service.dead_letters("orders")
+        with pytest.raises(ValueError, match="ask for one or more"):
+            await letters.list(limit)
+        with pytest.raises(ValueError, match="ask for one or more"):
+            await letters.replay(limit=limit)
+        assert len(await letters.list()) == 6
+
+
+async def test_a_replayed_message_is_the_same_at_attempt_one(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, clerk, retry={"jitter": 0}, prefix="staging.") as service:
+        sent = await service.send(
+            "orders", 7, key="k", priority=8, headers={"tenant": "acme"}, ttl=100
+        )
+        await virtual_clock.advance(50)
+        assert [message.attempt for message in clerk.seen] == [1, 2, 3]
+        clerk.failing = lambda body: None
+        assert await service.dead_letters("orders").replay() == 1
+        await virtual_clock.advance(1)
+        assert await service.dead_letters("orders").list() == []
+        assert service.metrics().messages_sent == 2
+    again = clerk.seen[-1]
+    assert (again.id, again.attempt, again.channel) == (sent.message_id, 1, "orders")
+    assert (again.key, again.priority, again.body) == ("k", 8, b"7")
+    assert again.headers == {"tenant": "acme"}
+    assert again.expires_at is None
+
+
+async def test_an_expired_message_can_be_replayed(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        service.pause("orders")
+        await service.send("orders", 1, ttl=5)
+        await virtual_clock.advance(10)
+        (letter,) = await service.dead_letters("orders").list()
+        assert letter.reason == "TTLExpired"
+        service.resume("orders")
+        assert await service.dead_letters("orders").replay(reason="TTLExpired") == 1
+        await virtual_clock.advance(1)
+    assert [message.body for message in clerk.seen] == [b"1"]
+
+
+async def test_an_undecodable_message_can_be_replayed_and_fails_alike(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        await backend_of(service).publish("orders", [Envelope("x", b"[1,")])
+        await virtual_clock.advance(1)
+        assert await service.dead_letters("orders").replay(reason=Reason.UNDECODABLE) == 1
+        await virtual_clock.advance(1)
+        (letter,) = await service.dead_letters("orders").list()
+    assert (letter.message_id, letter.body, letter.reason) == ("x", b"[1,", "Undecodable")
+
+
+async def test_many_are_replayed_in_several_round_trips(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, clerk) as service:
+        await service.send_many("orders", range(250))
+        await virtual_clock.advance(5)
+        clerk.failing = lambda body: None
+        clerk.seen.clear()
+        backend_of(service).calls.clear()
+        assert await service.dead_letters("orders").replay() == 250
+        assert backend_of(service).count("publish") == 3
+        await virtual_clock.advance(5)
+    assert len(clerk.seen) == 250
+
+
+async def test_a_crash_between_send_and_removal_duplicates_and_never_loses(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        ids = await failed_orders(service, clerk, virtual_clock)
+        backend_of(service).script("remove", QueueError("gone"))
+        with pytest.raises(QueueError, match="gone"):
+            await service.dead_letters("orders").replay(ids[0])
+        await virtual_clock.advance(1)
+        assert [message.id for message in clerk.seen] == [ids[0]]
+        assert len(await service.dead_letters("orders").list()) == 6
+
+
+async def test_what_a_full_queue_did_not_take_stays_a_dead_letter(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk, max_depth=8) as service:
+        await failed_orders(service, clerk, virtual_clock)
+        service.pause("orders")
+        backend = backend_of(service)
+        await backend.delete("orders")
+        await backend.declare(QueueSpec(name="orders", max_depth=4))
+        letters = service.dead_letters("orders")
+        with pytest.raises(PartialSend):
+            await letters.replay()
+        assert (await service.stats("orders")).depth == 4
+        assert len(await letters.list()) == 2
+        with pytest.raises(QueueFull):
+            await letters.replay()
+        assert len(await letters.list()) == 2
+        assert service.metrics().messages_sent == 10
+
+
+async def test_purging_deletes_them_all(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        await failed_orders(service, clerk, virtual_clock)
+        assert await service.dead_letters("orders").purge() == 6
+        assert await service.dead_letters("orders").list() == []
+
+
+async def test_a_channel_without_dead_letters_has_none(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        letters = service.dead_letters("never-used")
+        assert await letters.list() == []
+        assert await letters.replay() == 0
+        assert await letters.purge() == 0
+
+
+async def test_a_deleted_dead_letter_queue_is_made_again_when_it_is_needed(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: ValueError("no")
+    async with make(virtual_clock, clerk) as service:
+        await service.delete("orders_dlq")
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        assert len(await service.dead_letters("orders").list()) == 1
+    assert len(clerk.seen) == 1
+
+
+# -- topics ----------------------------------------------------------------------------------
+
+
+class Prices:
+    """Two groups of a topic, which fail as told."""
+
+    def __init__(self) -> None:
+        self.failing: dict[str, Exception | None] = {"web": None, "risk": None}
+        self.seen: list[tuple[str, int]] = []
+
+    def _note(self, group: str, tick: int) -> None:
+        self.seen.append((group, tick))
+        error = self.failing[group]
+        if error is not None:
+            raise error
+
+    @consume("prices", group="web", broadcast=True)
+    async def web(self, tick: int) -> None:
+        self._note("web", tick)
+
+    @consume("prices", group="risk", broadcast=True)
+    async def risk(self, tick: int) -> None:
+        self._note("risk", tick)
+
+
+async def test_every_group_of_a_topic_gets_a_copy(virtual_clock: VirtualClock) -> None:
+    prices = Prices()
+    async with make(virtual_clock, prices) as service:
+        await service.publish("prices", 1)
+        await service.publish("prices", 2)
+        await virtual_clock.advance(1)
+    assert sorted(prices.seen) == [("risk", 1), ("risk", 2), ("web", 1), ("web", 2)]
+
+
+async def test_a_dead_letter_of_one_group_is_replayed_to_that_group_alone(
+    virtual_clock: VirtualClock,
+) -> None:
+    prices = Prices()
+    prices.failing["risk"] = ValueError("no")
+    async with make(virtual_clock, prices) as service:
+        await service.publish("prices", 1)
+        await virtual_clock.advance(1)
+        (letter,) = await service.dead_letters("prices").list()
+        assert letter.group == "risk"
+        prices.failing["risk"] = None
+        prices.seen.clear()
+        assert await service.dead_letters("prices").replay() == 1
+        await virtual_clock.advance(1)
+        assert await service.dead_letters("prices").list() == []
+    assert prices.seen == [("risk", 1)]
+
+
+async def test_no_group_loses_its_letter_when_anothers_is_replayed(
+    virtual_clock: VirtualClock,
+) -> None:
+    prices = Prices()
+    prices.failing = {"web": KeyError("w"), "risk": ValueError("r")}
+    async with make(virtual_clock, prices) as service:
+        await service.publish("prices", 1)
+        await virtual_clock.advance(1)
+        letters = service.dead_letters("prices")
+        assert len(await letters.list()) == 2
+        prices.failing = {"web": None, "risk": None}
+        prices.seen.clear()
+        await letters.replay(error="ValueError")
+        await virtual_clock.advance(1)
+        left = {letter.group for letter in await letters.list()}
+    assert {group for group, _ in prices.seen} | left == {"web", "risk"}
+
+
+async def test_a_service_that_knows_no_handler_replays_a_topics_letters_as_such(
+    virtual_clock: VirtualClock,
+) -> None:
+    prices = Prices()
+    prices.failing["risk"] = ValueError("no")
+    async with make(virtual_clock, prices) as service:
+        await service.publish("prices", 1)
+        await virtual_clock.advance(1)
+        prices.failing["risk"] = None
+        prices.seen.clear()
+        tool = QueueService(
+            Settings(type="native", retry={"enabled": False}),
+            backend=backend_of(service),
+            clock=virtual_clock,
+        )
+        async with tool:
+            assert await tool.dead_letters("prices").replay() == 1
+            await virtual_clock.advance(1)
+            assert prices.seen == [("risk", 1)]
+
+
+# -- made by the engine ----------------------------------------------------------------------
+
+
+async def test_a_lease_that_expires_too_often_is_counted_logged_and_announced(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[DeadLettered] = []
+    service = make(virtual_clock, retry={"max_attempts": 3}, ack_deadline=10, prefix="staging.")
+    service.on("dead_letter", heard.append)
+    async with service:
+        sent = await service.send("orders", 1)
+        spec = SubscriptionSpec(queue="staging.orders", group="g", consumer="dead", prefetch=1)
+        for _ in range(3):  # workers that die with the message in their hands
+            async with backend_of(service).subscribe(spec) as subscription:
+                await subscription.receive(1)
+                await virtual_clock.advance(11)
+        (letter,) = await service.dead_letters("orders").list()
+        metrics = service.metrics().channels["orders"]
+    assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 3)
+    assert "expired" in (letter.error or "")
+    assert [(event.letter.message_id, event.kept) for event in heard] == [(sent.message_id, True)]
+    assert heard[0].letter.channel == "orders"
+    assert (metrics.messages_failed, metrics.messages_dead_lettered) == (1, 1)
+    (logged,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert vars(logged)["queue"] == "orders"
+    assert vars(logged)["message_id"] == sent.message_id
+
+
+async def test_a_message_that_expires_unseen_is_counted_once_and_announced(
+    virtual_clock: VirtualClock,
+) -> None:
+    heard: list[DeadLettered] = []
+    service = make(virtual_clock)
+    service.on("dead_letter", heard.append)
+    async with service:
+        await service.send("orders", 1, ttl=5)
+        await virtual_clock.advance(6)
+        assert service.metrics().messages_dead_lettered == 1
+    assert [event.letter.reason for event in heard] == ["TTLExpired"]
+
+
+async def test_a_start_that_had_to_be_tried_twice_counts_a_death_once(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock, Clerk())
+    backend_of(service).script("declare", QueueError("not yet"))
+    with pytest.raises(QueueError, match="not yet"):
+        await service.start()
+    async with service:
+        service.pause("orders")
+        await service.send("orders", 1, ttl=5)
+        await virtual_clock.advance(6)
+        assert service.metrics().messages_dead_lettered == 1
+
+
+async def test_the_death_of_somebody_elses_message_is_not_ours_to_count(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock)
+    async with service:
+        backend = backend_of(service)
+        await backend.declare(QueueSpec(name="theirs"))
+        expiring = Envelope("x", b"", expires_at=virtual_clock.time() + 1)
+        await backend.publish("theirs", [expiring])
+        await virtual_clock.advance(2)
+        assert service.metrics().messages_dead_lettered == 0
+
+
+async def test_without_dead_letters_a_final_failure_is_announced_as_not_kept(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    clerk.failing = lambda body: ValueError("no")
+    heard: list[DeadLettered] = []
+    service = make(virtual_clock, clerk, dead_letter={"enabled": False})
+    service.on("dead_letter", heard.append)
+    async with service:
+        await service.send("orders", 1)
+        await asyncio.sleep(1)
+        assert await service.queues() == ["orders"]
+        metrics = service.metrics()
+    assert [event.kept for event in heard] == [False]
+    assert (metrics.messages_failed, metrics.messages_dead_lettered) == (1, 0)

@@ -1,0 +1,158 @@
+"""Counters and the state of the connection."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+
+import pytest
+
+from qkit.events import Event, Events, Reconnected, StateChanged
+from qkit.health import MAX_CHANNELS, OTHER, Connection, ConnectionState, Counters
+
+
+class HandClock:
+    """A clock that a test sets; its wall is far from its monotonic time."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1_700_000_000 + self.now
+
+
+@pytest.fixture
+def clock() -> HandClock:
+    return HandClock()
+
+
+@pytest.fixture
+def heard() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def connection(clock: HandClock, heard: list[Event]) -> Connection:
+    events = Events()
+    events.on("state_change", heard.append)
+    events.on("reconnected", heard.append)
+    return Connection(events, clock, "faulty")
+
+
+# -- counters --------------------------------------------------------------------------------
+
+
+def test_totals_are_the_sums_of_the_channels() -> None:
+    counters = Counters()
+    for name, number in (("orders", 1), ("audit", 10)):
+        for field in ("sent", "received", "failed", "retried", "dead_lettered", "in_flight"):
+            setattr(counters.of(name), field, number)
+    metrics = counters.snapshot()
+    totals = {name: value for name, value in asdict(metrics).items() if name != "channels"}
+    assert totals == dict.fromkeys(totals, 11)
+    assert len(totals) == 6
+    assert metrics.channels["audit"].messages_dead_lettered == 10
+
+
+def test_a_snapshot_does_not_change() -> None:
+    counters = Counters()
+    before = counters.snapshot()
+    counters.of("orders").sent += 1
+    assert before.messages_sent == 0
+    assert counters.snapshot().messages_sent == 1
+
+
+def test_beyond_a_thousand_channels_the_rest_is_counted_together() -> None:
+    counters = Counters()
+    for number in range(MAX_CHANNELS + 500):
+        counters.of(f"channel-{number}").sent += 1
+    counters.of("channel-0").sent += 1
+    metrics = counters.snapshot()
+    assert len(metrics.channels) == MAX_CHANNELS + 1
+    assert metrics.channels["channel-0"].messages_sent == 2
+    assert metrics.channels[OTHER].messages_sent == 500
+    assert metrics.messages_sent == MAX_CHANNELS + 501
+
+
+# -- the connection --------------------------------------------------------------------------
+
+
+def test_a_failure_disconnects_and_says_since_when_and_why(
+    connection: Connection, clock: HandClock, heard: list[Event]
+) -> None:
+    connection.move(ConnectionState.CONNECTED)
+    heard.clear()
+    connection.failed(ConnectionError("refused"))
+    assert connection.state is ConnectionState.DISCONNECTED
+    assert connection.last_error == "ConnectionError: refused"
+    assert connection.disconnected_at == clock.time()
+    assert heard == [StateChanged("connected", "disconnected", "ConnectionError: refused")]
+
+
+def test_more_failures_change_the_error_and_not_the_time(
+    connection: Connection, clock: HandClock, heard: list[Event]
+) -> None:
+    connection.move(ConnectionState.CONNECTED)
+    connection.failed(ConnectionError("refused"))
+    since = clock.time()
+    clock.now += 5
+    connection.failed(ConnectionError("still refused"))
+    assert connection.last_error == "ConnectionError: still refused"
+    assert connection.disconnected_at == since
+    assert len(heard) == 2
+
+
+def test_when_it_works_again_that_is_told_with_the_time_it_took(
+    connection: Connection, clock: HandClock, heard: list[Event]
+) -> None:
+    connection.move(ConnectionState.CONNECTED)
+    connection.failed(ConnectionError("refused"))
+    heard.clear()
+    clock.now += 12.5
+    connection.worked()
+    connection.worked()
+    assert heard == [StateChanged("disconnected", "connected"), Reconnected(12.5)]
+    assert connection.disconnected_at is None
+
+
+def test_a_first_connection_is_no_reconnection(connection: Connection, heard: list[Event]) -> None:
+    connection.move(ConnectionState.CONNECTING)
+    connection.failed(ConnectionError("refused"))
+    assert connection.disconnected_at is not None
+    connection.move(ConnectionState.CONNECTING)
+    connection.move(ConnectionState.CONNECTED)
+    assert not any(isinstance(event, Reconnected) for event in heard)
+
+
+def test_what_happens_while_it_closes_does_not_open_it_again(
+    connection: Connection, heard: list[Event]
+) -> None:
+    connection.move(ConnectionState.CONNECTED)
+    connection.move(ConnectionState.CLOSING)
+    connection.failed(ConnectionError("refused"))
+    connection.worked()
+    assert connection.state is ConnectionState.CLOSING
+
+
+def test_every_transition_is_logged_with_its_fields(
+    connection: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "qkit")
+    connection.move(ConnectionState.CONNECTED)
+    connection.move(ConnectionState.CONNECTED)
+    connection.failed(ConnectionError("refused"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "connection to faulty: disconnected -> connected",
+        "connection to faulty: connected -> disconnected",
+    ]
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    fields = vars(caplog.records[1])
+    assert (fields["old"], fields["new"]) == ("connected", "disconnected")
+    assert fields["error"] == "ConnectionError: refused"
+
+
+def test_carrying_a_message_is_the_last_success(connection: Connection, clock: HandClock) -> None:
+    connection.carried()
+    assert connection.last_success_at == clock.time()

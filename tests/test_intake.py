@@ -1,0 +1,229 @@
+"""The intake: whose turn it is, lanes by key, batches, and taking deliveries back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from qkit.backend import Delivery
+from qkit.executor import Job
+from qkit.intake import Intake
+from qkit.message import Envelope
+
+
+def deliveries(*names: str) -> list[Delivery]:
+    """``a1`` is a message of the key ``a``; ``-1`` of no key."""
+    return [
+        Delivery(Envelope(name, b"", key=None if name[0] == "-" else name[0]), "queue", name)
+        for name in names
+    ]
+
+
+def names(jobs: list[Job]) -> list[str]:
+    return [job.delivery.envelope.id for job in jobs]
+
+
+def make(*, lanes: bool = False) -> Intake:
+    return Intake(lanes=lanes, drained=lambda: None)
+
+
+async def taken(intake: Intake) -> list[Job]:
+    """What workers could take right now."""
+    found = []
+    while not intake.empty:
+        job = await intake.next()
+        assert job is not None
+        found.append(job)
+    return found
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_deliveries_are_taken_in_order_and_held_until_finished():
+    intake = make()
+    intake.take(deliveries("-1", "-2"))
+    first, second = await taken(intake)
+    assert names([first, second]) == ["-1", "-2"]
+    intake.finish(first)
+    assert intake.held == {second}
+
+
+async def test_a_parked_worker_gets_the_next_delivery_and_none_when_closed():
+    intake = make()
+    workers = [asyncio.create_task(intake.next()) for _ in range(3)]
+    await settle()
+    intake.take(deliveries("-1"))
+    await settle()
+    assert [worker.done() for worker in workers] == [True, False, False]
+    intake.close()
+    assert await workers[1] is None
+    assert await workers[2] is None
+
+
+async def test_a_closed_intake_still_hands_out_what_is_ready():
+    intake = make()
+    intake.take(deliveries("-1"))
+    intake.close()
+    assert await intake.next() is not None
+    assert await intake.next() is None
+
+
+async def test_a_wake_up_is_not_lost_when_the_woken_worker_is_cancelled():
+    intake = make()
+    first, second = (asyncio.create_task(intake.next()) for _ in range(2))
+    await settle()
+    intake.take(deliveries("-1"))
+    first.cancel()  # woken, but cancelled before it could run
+    job = await asyncio.wait_for(second, 1)
+    assert job is not None
+    assert names([job]) == ["-1"]
+
+
+async def test_a_worker_cancelled_while_it_waits_is_not_woken_instead_of_another():
+    intake = make()
+    first, second = (asyncio.create_task(intake.next()) for _ in range(2))
+    await settle()
+    first.cancel()
+    await settle()
+    intake.take(deliveries("-1"))
+    assert await asyncio.wait_for(second, 1) is not None
+
+
+async def test_the_fetcher_hears_when_the_last_delivery_is_taken():
+    heard: list[int] = []
+    intake = Intake(lanes=False, drained=lambda: heard.append(1))
+    intake.take(deliveries("-1", "-2"))
+    await intake.next()
+    assert heard == []
+    await intake.next()
+    assert heard == [1]
+
+
+# -- lanes -------------------------------------------------------------------------------------
+
+
+async def test_one_delivery_of_a_key_is_offered_at_a_time():
+    intake = make(lanes=True)
+    intake.take(deliveries("a1", "a2", "b1", "-1", "-2", "a3"))
+    first = await taken(intake)
+    assert names(first) == ["a1", "b1", "-1", "-2"]
+    intake.finish(first[1])
+    assert await taken(intake) == []
+    intake.finish(first[0])
+    (second,) = await taken(intake)
+    assert names([second]) == ["a2"]
+    intake.finish(second)
+    (third,) = await taken(intake)
+    intake.finish(third)
+    intake.take(deliveries("a4"))
+    assert names(await taken(intake)) == ["a4"]
+
+
+async def test_without_lanes_a_key_means_nothing():
+    intake = make()
+    intake.take(deliveries("a1", "a2"))
+    jobs = await taken(intake)
+    assert names(jobs) == ["a1", "a2"]
+    intake.finish(jobs[0])
+    assert intake.held == {jobs[1]}
+
+
+async def test_withdrawing_takes_all_that_has_not_started():
+    intake = make(lanes=True)
+    intake.take(deliveries("a1", "a2", "b1", "b2", "-1"))
+    started = await intake.next()
+    assert started is not None
+    back = intake.withdraw()
+    assert sorted(names(back)) == ["-1", "a2", "b1", "b2"]
+    assert len(intake.held) == 5  # still held until each is released
+    assert intake.empty
+    for job in back:
+        intake.finish(job)
+    assert intake.held == {started}
+    assert await taken(intake) == []
+
+
+async def test_a_lane_stays_closed_behind_a_running_delivery_when_others_are_withdrawn():
+    intake = make(lanes=True)
+    intake.take(deliveries("a1", "a2"))
+    running = await intake.next()
+    assert running is not None
+    for job in intake.withdraw():
+        intake.finish(job)
+    intake.take(deliveries("a2"))  # it comes again while a1 still runs
+    assert await taken(intake) == []
+    intake.finish(running)
+    assert names(await taken(intake)) == ["a2"]
+
+
+async def test_withdrawn_deliveries_of_a_finished_lane_open_nothing():
+    intake = make(lanes=True)
+    intake.take(deliveries("a1", "a2"))
+    running = await intake.next()
+    assert running is not None
+    (withdrawn,) = intake.withdraw()
+    intake.finish(running)
+    intake.finish(withdrawn)
+    assert intake.empty
+    assert intake.held == set()
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+async def test_a_full_batch_does_not_wait(clock):
+    intake = make()
+    intake.take(deliveries("-1", "-2", "-3"))
+    before = clock.monotonic()
+    assert names(await intake.next_batch(2, 5.0)) == ["-1", "-2"]
+    assert clock.monotonic() == before
+
+
+async def test_a_batch_waits_from_its_first_delivery_on(clock):
+    intake = make()
+    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
+    await clock.advance(100)
+    start = clock.monotonic()
+    intake.take(deliveries("-1"))
+    await clock.advance(4)
+    intake.take(deliveries("-2"))
+    assert names(await gathering) == ["-1", "-2"]
+    assert clock.monotonic() - start == 5.0
+
+
+async def test_a_batch_that_may_not_wait_is_what_is_there():
+    intake = make()
+    intake.take(deliveries("-1", "-2"))
+    assert names(await intake.next_batch(10, 0)) == ["-1", "-2"]
+
+
+async def test_closing_ends_the_wait_of_a_batch(clock):
+    intake = make()
+    intake.take(deliveries("-1"))
+    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
+    await settle()
+    before = clock.monotonic()
+    intake.close()
+    assert names(await gathering) == ["-1"]
+    assert clock.monotonic() == before
+    assert await intake.next_batch(10, 5.0) == []
+
+
+async def test_a_batch_that_gathers_can_be_withdrawn_and_begins_anew(clock):
+    intake = make()
+    intake.take(deliveries("-1", "-2"))
+    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
+    other = asyncio.create_task(intake.next_batch(10, 5.0))
+    await settle()
+    back = intake.withdraw()
+    assert names(back) == ["-1", "-2"]
+    await clock.advance(10)
+    assert not gathering.done()
+    assert not other.done()
+    intake.take(deliveries("-3", "-4"))
+    done, _ = await asyncio.wait({gathering, other}, timeout=20)
+    assert sorted(name for task in done for name in names(task.result())) == ["-3", "-4"]
+    intake.close()
+    await asyncio.wait({gathering, other})

@@ -1,0 +1,77 @@
+"""Logs as JSON: one valid line for each record, with its fields and its stack."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from datetime import datetime
+
+import pytest
+
+from qkit.logs import JsonFormatter, logger
+
+
+def line(record: logging.LogRecord) -> dict[str, object]:
+    text = JsonFormatter().format(record)
+    assert len(text.splitlines()) == 1
+    text.encode()
+    parsed: dict[str, object] = json.loads(text)
+    return parsed
+
+
+def record(message: str = "retrying %s", *args: object, **extra: object) -> logging.LogRecord:
+    return logging.getLogger("qkit").makeRecord(
+        "qkit", logging.WARNING, "x.py", 1, message, args, None, extra=extra
+    )
+
+
+def test_a_record_is_an_object_with_time_level_message_and_its_fields() -> None:
+    written = line(record("retrying %s", "it", queue="orders", consumer="c", attempt=2))
+    moment = datetime.fromisoformat(str(written.pop("timestamp")))
+    assert moment.tzinfo is not None
+    assert written == {
+        "level": "warning",
+        "logger": "qkit",
+        "message": "retrying it",
+        "queue": "orders",
+        "consumer": "c",
+        "attempt": 2,
+    }
+
+
+def test_a_failure_carries_its_stack() -> None:
+    failed = record("failed")
+    try:
+        raise ValueError("negative total")
+    except ValueError:
+        failed.exc_info = sys.exc_info()
+    stack = str(line(failed)["stack"])
+    assert stack.startswith("Traceback")
+    assert stack.endswith("ValueError: negative total")
+
+
+def test_what_json_cannot_say_is_said_as_text() -> None:
+    assert line(record("x", error=ValueError("bad")))["error"] == "bad"
+
+
+@pytest.mark.parametrize("text", ["a\r\nINFO forged", "\0\x1b[2J", "caf\udcc3 \u2028", "ünï"])
+def test_nothing_in_a_text_breaks_the_line(text: str) -> None:
+    parsed = line(record("%s", text, queue=text))
+    assert parsed["message"] == parsed["queue"] == text
+
+
+def test_the_library_is_silent_unless_the_program_sets_up_logging(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
+
+
+def test_it_works_as_a_handlers_formatter() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    handler.handle(record("a file named %s", "caf\udce9"))
+    stream.seek(0)
+    assert json.loads(stream.read())["message"] == "a file named caf\udce9"

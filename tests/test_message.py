@@ -1,0 +1,324 @@
+"""Ids, names, headers, and the record of a dead letter."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+import uuid
+
+import pytest
+
+from qkit.errors import InvalidHeader, InvalidName
+from qkit.message import (
+    FIRST_FAILED_AT,
+    GROUP,
+    MAX_ERROR_TEXT,
+    DeadLetter,
+    Envelope,
+    Message,
+    Reason,
+    check_headers,
+    check_name,
+    new_id,
+    sent_at,
+    trace_id,
+)
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+# -- ids -------------------------------------------------------------------------------------
+
+
+def test_ids_sort_in_the_order_of_creation() -> None:
+    ids = [new_id() for _ in range(20_000)]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == len(ids)
+
+
+def test_ids_are_version_7_uuids() -> None:
+    for _ in range(1_000):
+        parsed = uuid.UUID(hex=new_id())
+        assert parsed.version == 7
+        assert parsed.variant == uuid.RFC_4122
+
+
+def test_an_id_tells_when_it_was_made() -> None:
+    before = time.time()
+    made = sent_at(new_id())
+    assert made is not None
+    assert before - 0.002 <= made <= time.time() + 0.001
+
+
+def test_ids_still_sort_when_the_wall_clock_is_set_back() -> None:
+    def an_hour_ago() -> int:
+        return time.time_ns() - 3_600 * 10**9
+
+    assert new_id() < new_id(an_hour_ago) < new_id(an_hour_ago) < new_id()
+
+
+def test_ids_are_unique_across_threads() -> None:
+    found: list[list[str]] = [[] for _ in range(8)]
+    together = threading.Barrier(len(found))
+
+    def make(mine: list[str]) -> None:
+        together.wait()
+        mine += [new_id() for _ in range(5_000)]
+
+    threads = [threading.Thread(target=make, args=(mine,)) for mine in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mine in found:
+        assert mine == sorted(mine)
+    assert len({each for mine in found for each in mine}) == 8 * 5_000
+
+
+def test_ids_are_unique_after_a_fork() -> None:
+    new_id()  # so that a child that went on with its parent's numbers would repeat them
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # pragma: no cover  # the child is not measured
+        os.write(writer, "\n".join(new_id() for _ in range(500)).encode())
+        os._exit(0)
+    mine = [new_id() for _ in range(500)]
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        theirs = pipe.read().split()
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(theirs) == 500
+    assert not set(mine) & set(theirs)
+
+
+@pytest.mark.parametrize(
+    "foreign", ["", "7", "x" * 32, "zzzzzzzzzzzz7" + "0" * 19, str(uuid.UUID(int=0))]
+)
+def test_a_foreign_id_tells_no_time(foreign: str) -> None:
+    assert sent_at(foreign) is None
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a", "orders.eu-1_B", "...", ".hidden", "x" * 200])
+def test_names_that_every_broker_carries_are_taken(name: str) -> None:
+    assert check_name(name) == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        "a\\b",
+        "a b",
+        "orders\r\nX: y",
+        "orders\n",
+        "orders\0",
+        "x" * 201,
+        "x" * 300,
+        "оrders",  # a Cyrillic o
+        "orders\u200b",
+        "ｏrders",  # fullwidth
+        "café",
+        "cafe\u0301",
+        "orders\u2028",
+        "{orders}",
+        "*",
+        None,
+        7,
+        b"orders",
+    ],
+)
+def test_names_that_some_broker_could_not_carry_are_refused_in_one_line(name: object) -> None:
+    with pytest.raises(InvalidName) as caught:
+        check_name(name)  # type: ignore[arg-type]
+    text = str(caught.value)
+    assert "1–200 characters" in text
+    assert len(text.splitlines()) == 1
+    assert len(text) < 300
+
+
+def test_the_refusal_says_what_the_name_was_for() -> None:
+    with pytest.raises(InvalidName, match="is no group name"):
+        check_name("a b", "group")
+
+
+# -- headers ---------------------------------------------------------------------------------
+
+
+def test_headers_are_copied() -> None:
+    mine = {"tenant": "acme", "X-Request.Id": "ünï", "empty": ""}
+    checked = check_headers(mine)
+    assert checked == mine
+    assert checked is not mine
+
+
+@pytest.mark.parametrize(
+    ("headers", "why"),
+    [
+        ({"a b": "x"}, "header name 'a b'"),
+        ({"": "x"}, "header name ''"),
+        ({"a\r\nb": "x"}, r"header name 'a\\r\\nb'"),
+        ({"nаme": "x"}, "header name"),  # a Cyrillic a
+        ({"n" * 300: "x"}, "header name"),
+        ({7: "x"}, "header name 7"),
+        ({"a": "x\r\ny"}, "control character"),
+        ({"a": "x\ny"}, "control character"),
+        ({"a": "x\0"}, "control character"),
+        ({"a": "x\x9b2J"}, "control character"),
+        ({"a": "x\u2028y"}, "control character"),
+        ({"a": "\udc80"}, "control character"),
+        ({"a": 1}, "value of type int"),
+        ({"a": b"x"}, "value of type bytes"),
+        ({"a": None}, "value of type NoneType"),
+        ({"qkit-group": "x"}, "qkit's own"),
+        ({"QKIT-anything": "x"}, "qkit's own"),
+        ({f"h{n}": "" for n in range(129)}, "129 headers"),
+        ({"a": "é" * 16_384}, "32769 bytes of headers"),
+        ([("a", "b")], "a mapping of str to str"),
+    ],
+)
+def test_headers_that_could_not_travel_are_refused(headers: object, why: str) -> None:
+    with pytest.raises(InvalidHeader, match=why) as caught:
+        check_headers(headers)  # type: ignore[arg-type]
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+
+
+def test_every_header_that_is_taken_can_be_encoded() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    for _ in range(2_000):
+        value = "".join(chr(dice.randrange(0x11000)) for _ in range(dice.randrange(6)))
+        try:
+            checked = check_headers({"h": value})
+        except InvalidHeader:
+            continue
+        assert checked["h"].encode().decode() == value
+        assert len(f"h: {value}".splitlines()) <= 1
+
+
+# -- messages --------------------------------------------------------------------------------
+
+
+def test_a_message_knows_its_retries_its_time_and_its_trace() -> None:
+    message = Message(new_id(), "orders", b"{}", {"traceparent": TRACEPARENT}, attempt=3)
+    assert message.retry_count == 2
+    assert message.sent_at == pytest.approx(time.time(), abs=5)
+    assert message.trace_id == "0af7651916cd43dd8448eb211c80319c"
+    other = message.replace(body=b"[]")
+    assert (other.body, other.id, message.body) == (b"[]", message.id, b"{}")
+
+
+@pytest.mark.parametrize("header", ["", "00-short-x-01", "garbage", "00-" + "a" * 32])
+def test_a_broken_traceparent_is_no_trace(header: str) -> None:
+    assert trace_id({"traceparent": header}) is None
+    assert trace_id({}) is None
+
+
+# -- dead letters ----------------------------------------------------------------------------
+
+
+def dead(
+    error: BaseException | None = None, envelope: Envelope | None = None, group: str | None = None
+) -> DeadLetter:
+    return DeadLetter.of(
+        envelope or Envelope("0190", b"\x00raw", {"tenant": "acme"}, "k", 7, attempt=3),
+        channel="orders",
+        reason=Reason.MAX_RETRIES_EXCEEDED,
+        error=error,
+        at=1_700_000_000.25,
+        group=group,
+    )
+
+
+@pytest.mark.parametrize("group", [None, "billing"])
+@pytest.mark.parametrize("error", [None, ValueError("negative total")])
+def test_a_dead_letter_reads_back_as_it_was_written(
+    error: Exception | None, group: str | None
+) -> None:
+    letter = dead(error, group=group)
+    assert DeadLetter.from_envelope(letter.to_envelope()) == letter
+    assert (letter.body, letter.attempts, letter.key, letter.priority) == (b"\x00raw", 3, "k", 7)
+    assert letter.group == group
+
+
+def test_a_dead_letter_remembers_the_first_failure_and_the_trace() -> None:
+    headers = {FIRST_FAILED_AT: "1699999990.5", "traceparent": TRACEPARENT, GROUP: "stale"}
+    letter = dead(KeyError("x"), Envelope("0190", b"", headers))
+    assert (letter.first_failed_at, letter.last_failed_at) == (1_699_999_990.5, 1_700_000_000.25)
+    assert letter.trace_id == "0af7651916cd43dd8448eb211c80319c"
+    assert letter.group is None
+    assert set(letter.headers) == {"traceparent"}
+
+
+def test_a_dead_letter_neither_waits_nor_expires() -> None:
+    envelope = Envelope("0190", b"", not_before=5.0, expires_at=6.0)
+    assert dead(envelope=envelope).to_envelope() == Envelope(
+        "0190", b"", dead(envelope=envelope).to_envelope().headers
+    )
+
+
+def test_a_replay_keeps_the_message_and_forgets_the_failure() -> None:
+    again = dead(ValueError("x"), group="billing").to_replay()
+    assert again == Envelope(
+        "0190", b"\x00raw", {"tenant": "acme", GROUP: "billing"}, "k", 7, attempt=1
+    )
+    assert GROUP not in dead().to_replay().headers
+
+
+def test_a_record_of_another_program_is_shown_as_far_as_it_is_known() -> None:
+    letter = DeadLetter.from_envelope(Envelope("their-id", b"data", {"a": "b"}), channel="orders")
+    assert letter == DeadLetter(
+        message_id="their-id",
+        channel="orders",
+        group=None,
+        reason="Unknown",
+        error_type=None,
+        error=None,
+        attempts=1,
+        first_failed_at=0.0,
+        last_failed_at=0.0,
+        trace_id=None,
+        body=b"data",
+        headers={"a": "b"},
+    )
+
+
+@pytest.mark.parametrize("nonsense", ["", "many", "nan", "inf", "-inf", "1e999"])
+def test_nonsense_in_a_record_does_not_hide_it(nonsense: str) -> None:
+    headers = dead().to_envelope().headers
+    for name in ("qkit-dead-attempts", "qkit-dead-at", FIRST_FAILED_AT):
+        headers[name] = nonsense
+    letter = DeadLetter.from_envelope(Envelope("0190", b"", headers))
+    assert (letter.attempts, letter.first_failed_at, letter.last_failed_at) == (1, 0.0, 0.0)
+
+
+def test_the_text_of_an_error_is_bounded_and_one_line() -> None:
+    text = dead(ValueError("bad\r\ntotal\0\x1b[2J\u2028\udc80" + "x" * 10_000)).error
+    assert text is not None
+    assert text.startswith(r"bad\r\ntotal\x00\x1b[2J\u2028\udc80xxx")
+    assert text.endswith("…")
+    assert len(text) == MAX_ERROR_TEXT
+    assert len(text.splitlines()) == 1
+    text.encode()
+
+
+def test_an_error_that_cannot_be_shown_is_a_dead_letter_all_the_same() -> None:
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    letter = dead(Broken())
+    assert letter.error_type is not None
+    assert letter.error_type.endswith("Broken")
+    assert letter.error is not None
+    assert "cannot be shown" in letter.error

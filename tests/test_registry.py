@@ -1,0 +1,567 @@
+"""Registration: which handlers are found, how their parameters are filled, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+from unittest import mock
+
+import pytest
+from pydantic import BaseModel, Field
+
+from qkit import (
+    Channel,
+    ConsumeMetadata,
+    Header,
+    Message,
+    ParamMetadata,
+    QueueMetadata,
+    QueueService,
+    Settings,
+    channel,
+    consume,
+)
+from qkit.errors import ConfigError, HandlerError, InvalidName
+from qkit.registry import Handler, Registry
+
+
+class Order(BaseModel):
+    id: int
+
+
+def added(target: object) -> list[Handler]:
+    return Registry().add(target)
+
+
+def only(target: object) -> Handler:
+    (handler,) = added(target)
+    return handler
+
+
+# -- decorators --------------------------------------------------------------------------------
+
+
+def test_a_decorated_function_stays_the_function_it_was():
+    def handle(order: Order) -> None:
+        """Handle it."""
+
+    assert consume("orders")(handle) is handle
+    assert consume(handle) is handle
+
+
+def test_the_metadata_of_a_handler_is_public():
+    @consume("orders", group="billing", concurrency=4, timeout=2, batch_size=5, batch_wait=0.1)
+    async def handle(orders: list[Order]) -> None: ...
+
+    metadata = ConsumeMetadata.of(handle)
+    assert metadata is not None
+    assert metadata.channel is not None
+    assert metadata.channel.name == "orders"
+    assert (metadata.group, metadata.concurrency, metadata.timeout) == ("billing", 4, 2)
+    assert (metadata.batch_size, metadata.batch_wait) == (5, 0.1)
+    assert metadata.place.startswith(__file__)
+    assert ConsumeMetadata.of(len) is None
+
+
+def test_the_metadata_of_a_class_is_public_and_inherited():
+    @channel("orders", prefetch=3)
+    class Orders: ...
+
+    class Special(Orders): ...
+
+    for kind in (Orders, Special):
+        metadata = QueueMetadata.of(kind)
+        assert metadata is not None
+        assert metadata.channel.options == {"prefetch": 3}
+        assert metadata.owner.endswith("Orders")
+        assert metadata.place.startswith(__file__)
+    assert QueueMetadata.of(dict) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"concurrency": 0}, "concurrency is at least 1"),
+        ({"concurrency": 10_001}, "at most 10000"),
+        ({"concurrency": 1.5}, "concurrency is a whole number"),
+        ({"concurrency": True}, "concurrency is a whole number"),
+        ({"timeout": 0}, "timeout is at least 0.001"),
+        ({"timeout": "1"}, "timeout is a number"),
+        ({"timeout": float("nan")}, "timeout is at least"),
+        ({"batch_size": 0}, "batch_size is at least 1 and at most 1000"),
+        ({"batch_size": 1001}, "at most 1000"),
+        ({"batch_wait": -1}, "batch_wait is at least 0"),
+        ({"prefetch": 0}, "prefetch: 0 must be at least 1"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_where_they_are_written(options, word):
+    with pytest.raises(ConfigError, match=word):
+        consume("orders", **options)
+
+
+def test_a_group_must_be_a_name():
+    with pytest.raises(InvalidName, match="group name"):
+        consume("orders", group="a b")
+
+
+def test_channel_options_need_a_channel():
+    with pytest.raises(ConfigError, match="sets options of a channel but names none"):
+        consume(prefetch=5)
+
+
+def test_a_channel_object_carries_its_own_options():
+    orders = Channel("orders", Order, prefetch=5)
+    for decorator in (channel, consume):
+        with pytest.raises(ConfigError, match="given together with ttl; a Channel carries"):
+            decorator(orders, ttl=5)
+
+
+def test_channel_goes_on_a_class_and_consume_on_a_function():
+    with pytest.raises(ConfigError, match=r"@channel\('orders'\) goes on a class.*@consume"):
+        channel("orders")(lambda order: None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="@consume goes on a function or method"):
+        consume("orders")(Order)
+    with pytest.raises(ConfigError, match="@consume goes on a function or method, not on 5"):
+        consume(5)  # type: ignore[call-overload]
+
+
+# -- what can be registered --------------------------------------------------------------------
+
+
+def test_a_function_is_registered_under_its_qualified_name():
+    @consume("orders")
+    async def place(order: Order) -> None: ...
+
+    handler = only(place)
+    assert handler.channel == "orders"
+    assert handler.call is place
+    assert handler.is_async
+    # <locals> has characters that no broker shares
+    assert handler.group == "test_a_function_is_registered_under_its_qualified_name.place"
+    assert handler.body_type is Order
+
+
+def test_a_lambda_has_a_group_too():
+    assert only(consume("orders")(lambda order: None)).group.endswith("_too.lambda")
+
+
+def test_an_explicit_group_is_taken_as_it_is():
+    assert only(consume("orders", group="billing")(lambda order: None)).group == "billing"
+
+
+def test_every_decorated_method_of_an_instance_is_a_handler():
+    @channel("orders", prefetch=7)
+    class Orders:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        @consume
+        def place(self, order: Order) -> None:
+            self.seen.append(order)
+
+        @consume("returns")
+        async def take_back(self, order: Order) -> None: ...
+
+        def helper(self) -> None: ...
+
+    orders = Orders()
+    place, take_back = added(orders)
+    assert (place.channel, place.is_async) == ("orders", False)
+    assert (take_back.channel, take_back.is_async) == ("returns", True)
+    place.call("it")
+    assert orders.seen == ["it"]  # bound to this instance
+
+
+def test_methods_are_inherited_overridden_and_switched_off():
+    @channel("orders")
+    class Base:
+        @consume("a")
+        def first(self, body: dict) -> None: ...
+
+        @consume("b")
+        def second(self, body: dict) -> None: ...
+
+        @consume
+        def third(self, body: dict) -> None: ...
+
+    class Special(Base):
+        @consume("b2")
+        def second(self, body: dict) -> None: ...
+
+        def first(self, body: dict) -> None: ...  # no longer a handler
+
+    assert {handler.channel for handler in added(Special())} == {"b2", "orders"}
+    assert {handler.channel for handler in added(Base())} == {"a", "b", "orders"}
+
+
+def test_a_subclass_may_move_its_handlers_to_another_channel():
+    @channel("orders")
+    class Orders:
+        @consume
+        def place(self, order: Order) -> None: ...
+
+    @channel("orders.eu")
+    class European(Orders): ...
+
+    assert only(European()).channel == "orders.eu"
+
+
+def test_static_and_class_methods_are_handlers_in_either_order_of_decorators():
+    @channel("orders")
+    class Orders:
+        @staticmethod
+        @consume("a")
+        def a(order: Order) -> None: ...
+
+        @consume("b")
+        @staticmethod
+        def b(order: Order) -> None: ...
+
+        @classmethod
+        @consume("c")
+        def c(cls, order: Order) -> None: ...
+
+        @consume("d")
+        @classmethod
+        def d(cls, order: Order) -> None: ...
+
+    handlers = added(Orders())
+    assert [handler.channel for handler in handlers] == ["a", "b", "c", "d"]
+    assert all([param.name for param in handler.params] == ["order"] for handler in handlers)
+
+
+def test_a_callable_object_is_a_handler_with_a_name_that_survives_a_restart():
+    class Audit:
+        async def __call__(self, entry: Order) -> None: ...
+
+    handler = only(consume("audit")(Audit()))
+    assert handler.is_async
+    assert handler.body_type is Order
+    assert handler.group.endswith("Audit.__call__")
+    assert "0x" not in handler.name
+
+    @channel("audit")
+    class Decorated:
+        @consume
+        def __call__(self, entry: Order) -> None: ...
+
+    assert only(Decorated()).channel == "audit"
+
+
+def test_a_partial_is_a_handler_of_the_function_behind_it():
+    async def handle(ledger: dict, order: Order) -> None: ...
+
+    handler = only(consume("orders")(functools.partial(handle, {})))
+    assert handler.is_async
+    assert handler.body_type is Order
+    assert handler.group.endswith("behind_it.handle")
+
+
+def test_a_method_of_an_instance_can_be_registered_alone():
+    @channel("orders")
+    class Orders:
+        @consume
+        def place(self, order: Order) -> None: ...
+
+        @consume("returns")
+        def take_back(self, order: Order) -> None: ...
+
+    assert only(Orders().place).channel == "orders"
+
+
+def logged(function: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(function)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def awaited(function: Callable[..., object]) -> Callable[..., Awaitable[object]]:
+    @functools.wraps(function)
+    async def wrapper(*args: object, **kwargs: object) -> object:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def test_a_wrapped_handler_is_read_through_its_wrapper():
+    @consume("a")
+    @logged
+    async def inner_async(order: Order, *, tenant: Annotated[str, Header()]) -> None: ...
+
+    @consume("b")
+    @awaited
+    def inner_sync(order: Order) -> None: ...
+
+    @logged
+    @consume("c")
+    def noted_before(order: Order) -> None: ...
+
+    assert only(inner_async).is_async
+    assert [param.name for param in only(inner_async).params] == ["order", "tenant"]
+    assert only(inner_sync).is_async  # else its coroutine would never be awaited
+    assert only(inner_sync).body_type is Order
+    assert not only(noted_before).is_async
+
+
+def test_a_wrapped_method_of_a_class_is_read_through_its_wrapper():
+    @channel("orders")
+    class Orders:
+        @consume
+        @logged
+        def place(self, order: Order) -> None: ...
+
+    assert [param.name for param in only(Orders()).params] == ["order"]
+
+
+def a_module(**members: object) -> types.ModuleType:
+    module = types.ModuleType("handlers")
+    vars(module).update(members)
+    return module
+
+
+def test_a_module_is_all_its_functions_and_instances(caplog):
+    @channel("orders")
+    class Orders:
+        @consume
+        def place(self, order: Order) -> None: ...
+
+    Orders.__module__ = "handlers"
+
+    @consume("audit")
+    def audit(entry: dict) -> None: ...
+
+    def helper() -> None: ...
+
+    module = a_module(
+        Orders=Orders, orders=Orders(), audit=audit, helper=helper, number=5, Other=Order
+    )
+    with caplog.at_level(logging.WARNING, "qkit"):
+        assert {handler.channel for handler in added(module)} == {"orders", "audit"}
+    (record,) = caplog.records  # a class whose instance may have been forgotten
+    assert "Orders is a decorated class" in record.getMessage()
+
+
+def test_things_with_every_attribute_are_no_handlers():
+    @consume("audit")
+    def audit(entry: dict) -> None: ...
+
+    module = a_module(audit=audit, call=mock.call, double=mock.MagicMock())
+    assert only(module).channel == "audit"
+
+
+def test_a_class_instead_of_an_instance_is_refused_with_the_way_out():
+    @channel("orders")
+    class Orders: ...
+
+    with pytest.raises(ConfigError, match=r"Orders is a class: register an instance.*Orders\(…\)"):
+        added(Orders)
+
+
+@pytest.mark.parametrize("target", [object(), 5, "orders", None, len, a_module(number=5)])
+def test_nothing_to_register_is_refused(target):
+    with pytest.raises(ConfigError, match="has no handlers: mark functions or methods"):
+        added(target)
+
+
+def test_a_handler_without_a_channel_is_refused_with_its_place():
+    @consume
+    def handle(order: Order) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"handle at .*:\d+ consumes no channel") as caught:
+        added(handle)
+    assert __file__ in str(caught.value)
+
+
+# -- several handlers --------------------------------------------------------------------------
+
+
+def test_a_queue_has_one_handler():
+    registry = Registry()
+    registry.add(consume("orders", group="a")(lambda order: None))
+    with pytest.raises(ConfigError, match="queue 'orders' has two handlers") as caught:
+        registry.add(consume("orders", group="b")(lambda order: None))
+    assert str(caught.value).count(__file__) == 2
+
+
+def test_a_topic_has_one_handler_for_each_group():
+    registry = Registry()
+    prices = Channel("prices", broadcast=True)
+    registry.add(consume(prices, group="a")(lambda price: None))
+    registry.add(consume(prices, group="b")(lambda price: None))
+    with pytest.raises(ConfigError, match="group 'a' of topic 'prices' has two handlers"):
+        registry.add(consume(prices, group="a")(lambda price: None))
+
+
+def test_a_refused_target_leaves_nothing_behind():
+    registry = Registry()
+
+    class Mixed:
+        @consume("fine")
+        def fine(self, body: dict) -> None: ...
+
+        @consume("broken")
+        def broken(self, *body: dict) -> None: ...
+
+    class Unnamed:
+        @consume("fine")
+        def fine(self, body: dict) -> None: ...
+
+        @consume("unnamed")
+        def unnamed(self, body: dict) -> None: ...
+
+    Unnamed.unnamed.__qualname__ = "処理"  # no character of it can be in a group's name
+    with pytest.raises(HandlerError):
+        registry.add(Mixed())
+    with pytest.raises(InvalidName):
+        registry.add(Unnamed())
+    assert (registry.channels, registry.handlers) == ({}, [])
+
+
+def test_equal_declarations_are_merged_and_contradicting_ones_name_both_places():
+    registry = Registry()
+    registry.add(consume("prices", broadcast=True, prefetch=5, group="a")(lambda price: None))
+    registry.add(consume("prices", broadcast=True, ttl=60, group="b")(lambda price: None))
+    assert registry.channels["prices"].options == {"broadcast": True, "prefetch": 5, "ttl": 60}
+    with pytest.raises(ConfigError, match="declared twice with different prefetch") as caught:
+        registry.add(consume("prices", prefetch=6, group="c")(lambda price: None))
+    assert str(caught.value).count(__file__) == 2
+    assert len(registry.handlers) == 2
+
+
+def test_a_service_registers_and_lists_its_handlers():
+    service = QueueService(Settings(type="native"))
+    service.register(consume("orders", group="billing")(lambda order: None))
+    assert [(item.channel, item.group) for item in service.handlers] == [("orders", "billing")]
+
+
+# -- the type of a channel ---------------------------------------------------------------------
+
+
+def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
+    def wants(kind: object) -> Callable[..., None]:
+        def handle(body: object) -> None: ...
+
+        handle.__annotations__["body"] = kind
+        return handle
+
+    registry = Registry()
+    assert registry.body_type("prices") is None
+    registry.add(consume("prices", broadcast=True, group="a")(wants(Order)))
+    assert registry.body_type("prices") is Order
+    registry.add(consume("prices", broadcast=True, group="b")(wants(dict)))
+    assert registry.body_type("prices") is None  # each reads it in its own way
+    registry.declare(Channel("prices", int))
+    assert registry.body_type("prices") is int
+    registry.add(consume("raw")(lambda body: None))
+    assert registry.body_type("raw") is None
+    registry.add(consume("many", batch_size=5)(wants(list[Order])))
+    assert registry.body_type("many") is Order
+
+
+# -- parameters --------------------------------------------------------------------------------
+
+
+def test_each_parameter_says_how_it_is_filled():
+    @consume("orders")
+    def handle(
+        order: Order,
+        /,
+        message: Message,
+        tenant: Annotated[str, Header("x-tenant")],
+        *,
+        retry_budget: Annotated[int, Header] = 3,
+    ) -> None: ...
+
+    handler = only(handle)
+    assert handler.params == (
+        ParamMetadata("order", "body", Order),
+        ParamMetadata("message", "message", Message),
+        ParamMetadata("tenant", "header", str, header="x-tenant"),
+        ParamMetadata(
+            "retry_budget", "header", int, keyword_only=True, header="retry-budget", default=3
+        ),
+    )
+    assert handler.body == handler.params[0]
+
+
+def test_constraints_beside_a_header_are_kept():
+    @consume("orders")
+    def handle(order: Order, n: Annotated[int, "positive", Header("n")]) -> None: ...
+
+    param = only(handle).params[1]
+    assert param.header == "n"
+    assert param.type == Annotated[int, "positive"]
+
+
+def test_an_annotated_body_is_still_the_body():
+    @consume("orders")
+    def handle(order: Annotated[int, Field(gt=0)]) -> None: ...
+
+    assert only(handle).params[0].kind == "body"
+
+
+def test_a_handler_without_a_body_takes_anything():
+    @consume("orders")
+    def handle(message: Message) -> None: ...
+
+    handler = only(handle)
+    assert handler.body is None
+    assert handler.body_type is object
+
+
+def test_a_batch_takes_lists():
+    @consume("orders", batch_size=10)
+    def handle(orders: list[Order], messages: list[Message]) -> None: ...
+
+    handler = only(handle)
+    assert [param.kind for param in handler.params] == ["body", "message"]
+    assert handler.body_type is Order
+
+
+def splat(*bodies: Order) -> None: ...
+def keywords(**body: Order) -> None: ...
+def two_bodies(first: Order, second: Order) -> None: ...
+def with_default(order: Order, dry_run: bool = False) -> None: ...
+def generator(order: Order) -> Any:
+    yield order
+
+
+async def async_generator(order: Order) -> Any:
+    yield order
+
+
+def unknown_type(order: Nowhere) -> None: ...  # type: ignore[name-defined] # noqa: F821
+def unknown_attribute(order: mock.Nowhere) -> None: ...  # type: ignore[name-defined]
+def not_a_list(orders: Order) -> None: ...
+def bare_list(orders: list) -> None: ...
+def one_message(orders: list[Order], message: Message) -> None: ...
+def batch_header(orders: list[Order], tenant: Annotated[str, Header()]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "batch_size", "word"),
+    [
+        (splat, None, r"splat: parameter \*bodies: .* takes any number of arguments"),
+        (keywords, None, r"keywords: parameter \*\*body: .* takes any number of arguments"),
+        (two_bodies, None, "'first' and 'second' would both take the body"),
+        (with_default, None, "'dry_run' has a default, so it is not the body"),
+        (generator, None, "generator is a generator"),
+        (async_generator, None, "async_generator is a generator"),
+        (unknown_type, None, "unknown_type: its annotations cannot be read: .*Nowhere"),
+        (unknown_attribute, None, "its annotations cannot be read: .*Nowhere"),
+        (not_a_list, 5, r"'orders' takes a batch; annotate it as list\[…\]"),
+        (bare_list, 5, r"'orders' takes a batch; annotate it as list\[…\]"),
+        (one_message, 5, "'message' is one Message, but the handler takes batches"),
+        (batch_header, 5, "'tenant' is a header, but a batch has the headers of many"),
+    ],
+)
+def test_a_signature_that_cannot_be_filled_is_refused_with_the_parameter_and_why(
+    function, batch_size, word
+):
+    with pytest.raises(HandlerError, match=word):
+        added(consume("orders", batch_size=batch_size)(function))

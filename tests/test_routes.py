@@ -1,0 +1,262 @@
+"""Routes: a channel's declaration, the settings and the backend, put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from qkit import Channel, Message, RetrySettings, Settings, consume
+from qkit.backend import Capabilities, QueueSpec, Support
+from qkit.channels import CallNext
+from qkit.errors import ConfigError, InvalidBody, Unsupported
+from qkit.health import Counters
+from qkit.registry import Handler, Registry
+from qkit.routes import Routes
+from tests.support.backends import ScriptedBackend, can
+from tests.support.services import make_service
+
+
+class Order(BaseModel):
+    id: int
+
+
+async def passing(message: Message, call_next: CallNext) -> object:
+    return await call_next(message)
+
+
+def routes(
+    capabilities: Capabilities | None = None, *, registry: Registry | None = None, **settings
+) -> Routes:
+    return Routes(
+        Settings(**{"type": "native", **settings}),
+        can() if capabilities is None else capabilities,
+        registry or Registry(),
+        Counters(),
+        [],
+        "scripted",
+    )
+
+
+def handler(**options) -> Handler:
+    def handle(body: list[Order]) -> None: ...
+
+    return Registry().add(consume("orders", **options)(handle))[0]
+
+
+# -- what is built -----------------------------------------------------------------------------
+
+
+def test_a_plain_channel_gets_the_settings_defaults():
+    route = routes().of(Channel("orders"))
+    assert (route.queue, route.broadcast, route.ordered, route.ttl) == (
+        "orders",
+        False,
+        False,
+        None,
+    )
+    assert (route.policy.max_attempts, route.policy.mode) == (3, "release")
+    assert route.ack_deadline == 30.0
+    assert route.max_priority == 9
+    assert route.spec == QueueSpec(
+        name="orders",
+        dead_letter="orders_dlq",
+        max_priority=9,
+        max_deliveries=3,
+        ack_deadline=30.0,
+    )
+    assert route.dead_letter == QueueSpec(
+        name="orders_dlq", max_depth=10_000, drop_oldest=True, max_priority=9
+    )
+
+
+def test_a_channels_own_options_come_before_the_settings():
+    found = routes(retry={"max_attempts": 7}).of(
+        Channel(
+            "orders",
+            broadcast=True,
+            ordered=True,
+            prefetch=4,
+            ttl=60,
+            max_priority=3,
+            max_depth=10,
+            ack_deadline=5,
+            dead_letter=False,
+            retry=RetrySettings(max_attempts=2),
+            retry_on=[OSError],
+            dead_on=[KeyError],
+            middleware=[passing],
+        )
+    )
+    assert (found.broadcast, found.ordered, found.prefetch, found.ttl) == (True, True, 4, 60)
+    assert (found.policy.max_attempts, found.policy.mode) == (2, "inline")
+    assert (found.policy.retry_on, found.policy.dead_on) == ((OSError,), (KeyError,))
+    assert found.middleware == (passing,)
+    assert found.dead_letter is None
+    assert found.spec == QueueSpec(
+        name="orders",
+        broadcast=True,
+        max_priority=3,
+        max_depth=10,
+        max_deliveries=2,
+        ack_deadline=5,
+    )
+
+
+def test_the_prefix_is_on_every_name_at_the_broker():
+    route = routes(prefix="shop.").of(Channel("orders"))
+    assert (route.name, route.queue, route.spec.name) == ("orders", "shop.orders", "shop.orders")
+    assert route.spec.dead_letter == "shop.orders_dlq"
+    assert route.dead_letter is not None
+    assert route.dead_letter.name == "shop.orders_dlq"
+
+
+def test_a_passive_service_creates_nothing():
+    route = routes(declare="passive").of(Channel("orders"))
+    assert route.spec.passive
+    assert route.dead_letter is not None
+    assert route.dead_letter.passive
+
+
+def test_no_dead_letters_when_they_are_switched_off():
+    assert routes(dead_letter={"enabled": False}).of(Channel("orders")).dead_letter is None
+    kept = routes(dead_letter={"enabled": False}).of(Channel("orders", dead_letter=True))
+    assert kept.dead_letter is not None
+
+
+def test_a_dead_letter_queue_has_no_dead_letter_queue():
+    own = routes(dead_letter={"max_size": 50}).of(Channel("orders_dlq"))
+    assert own.dead_letter is None
+    assert own.spec == QueueSpec(name="orders_dlq", max_depth=50, drop_oldest=True, max_priority=9)
+    assert routes().of(Channel("_dlq")).dead_letter is not None  # the suffix alone is a name
+
+
+def test_retries_switched_off_make_the_first_failure_final():
+    assert routes(retry={"enabled": False}).of(Channel("orders")).policy.max_attempts == 1
+
+
+def test_a_backend_that_cannot_delay_retries_inline():
+    assert routes(can(delay=Support.UNSUPPORTED)).of(Channel("orders")).policy.mode == "inline"
+
+
+def test_what_the_backend_has_not_is_left_out_unless_it_was_asked_for():
+    route = routes(Capabilities()).of(Channel("orders"))
+    assert (route.max_priority, route.ack_deadline, route.dead_letter) == (None, None, None)
+    own = routes(Capabilities()).of(Channel("orders_dlq"))
+    assert own.spec.max_priority is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "advice"),
+    [
+        ("broadcast", True, "a backend with topics"),
+        ("ordered", True, "drop ordered=True"),
+        ("prefetch", 5, "leave prefetch out"),
+        ("max_priority", 5, "one channel per urgency"),
+        ("ack_deadline", 5.0, "keeps no leases"),
+        ("ttl", 5.0, "leave ttl out"),
+        ("dead_letter", True, "set dead_letter=False"),
+    ],
+)
+def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice):
+    found = routes(Capabilities())
+    with pytest.raises(Unsupported, match=f"'orders' asks for {option}.*scripted.*{advice}") as why:
+        found.of(Channel("orders", **{option: value}))
+    assert (why.value.backend, why.value.queue) == ("scripted", "orders")
+
+
+def test_replicas_need_a_broker_that_replicates():
+    routes(Capabilities()).check_settings()
+    settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}
+    routes(can(), **settings).check_settings()
+    with pytest.raises(ConfigError, match=r"replicas=3: scripted keeps no replicas"):
+        routes(Capabilities(), **settings).check_settings()
+
+
+def test_an_option_switched_off_needs_no_capability():
+    found = routes(Capabilities()).of(Channel("orders", dead_letter=False, ordered=False))
+    assert found.dead_letter is None
+
+
+async def test_the_service_refuses_before_it_connects():
+    backend = ScriptedBackend(can(topics=Support.UNSUPPORTED))
+    service = make_service(consume("prices", broadcast=True)(lambda price: None), backend=backend)
+    with pytest.raises(Unsupported, match="broadcast"):
+        await service.start()
+    assert backend.declared == []
+    assert backend.calls == []
+
+
+# -- one route for each channel ----------------------------------------------------------------
+
+
+def test_a_route_is_built_once_and_again_only_for_something_new():
+    found = routes()
+    assert found.get("orders") is None
+    orders = Channel("orders", prefetch=5)
+    first = found.of(orders)
+    assert found.of(orders) is first
+    assert found.of(Channel("orders")) is first
+    assert found.of(Channel("orders", prefetch=5)) is first
+    assert found.get("orders") is first
+    assert found.known() == [first]
+    second = found.of(Channel("orders", ttl=60))
+    assert (second.ttl, second.prefetch) == (60, 5)
+    assert found.of(Channel("orders", ttl=60)) is second
+    assert second.counters is first.counters
+
+
+def test_a_contradiction_is_refused_and_leaves_the_route():
+    found = routes()
+    first = found.of(Channel("orders", prefetch=5))
+    with pytest.raises(ConfigError, match="different prefetch"):
+        found.of(Channel("orders", prefetch=6))
+    assert found.of(Channel("orders")) is first
+
+
+async def test_a_type_that_comes_later_is_checked_from_then_on(clock):
+    async with make_service(clock=clock) as service:
+        await service.send("orders", "anything")
+        orders: Channel[Order] = Channel("orders", Order)
+        await service.send(orders, Order(id=1))
+        with pytest.raises(InvalidBody, match=r"expected .*Order"):
+            await service.send(orders, "anything")  # type: ignore[misc]  # type checkers see it too
+        with pytest.raises(InvalidBody):
+            await service.send("orders", "anything")
+
+
+# -- handlers ----------------------------------------------------------------------------------
+
+
+def test_prefetch_is_at_least_what_the_handlers_calls_take():
+    found = routes()
+    plain = found.of(Channel("plain"))
+    assert found.prefetch(plain, handler()) == 10
+    assert found.prefetch(plain, handler(concurrency=4, batch_size=50)) == 200
+    chosen = found.of(Channel("chosen", prefetch=4))
+    assert found.prefetch(chosen, handler(concurrency=4)) == 4
+    with pytest.raises(ConfigError, match="= 5 messages at once, but prefetch is 4; raise"):
+        found.prefetch(chosen, handler(concurrency=5))
+    with pytest.raises(ConfigError, match="= 2000 messages at once, but prefetch is 1000"):
+        found.prefetch(plain, handler(concurrency=20, batch_size=100))
+    configured = routes(prefetch=3)
+    with pytest.raises(ConfigError, match="prefetch is 3"):
+        configured.prefetch(configured.of(Channel("plain")), handler(concurrency=4))
+
+
+def test_a_batch_needs_a_backend_that_can():
+    found = routes(can(batch=Support.UNSUPPORTED))
+    found.check_handler(found.of(Channel("orders")), handler())
+    with pytest.raises(Unsupported, match=r"batch_size.*take one message per call"):
+        found.check_handler(found.of(Channel("orders")), handler(batch_size=5))
+
+
+def test_a_batch_goes_neither_with_order_nor_with_middleware():
+    found = routes()
+    batch = handler(batch_size=5)
+    found.check_handler(found.of(Channel("plain")), batch)
+    with pytest.raises(ConfigError, match="ordered=True hands out one message of a key"):
+        found.check_handler(found.of(Channel("ordered", ordered=True)), batch)
+    with pytest.raises(ConfigError, match="middleware wraps a single message"):
+        found.check_handler(found.of(Channel("wrapped", middleware=[passing])), batch)

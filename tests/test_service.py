@@ -1,0 +1,1099 @@
+"""``QueueService``: its life, its sends, its health and its administration."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from qkit import (
+    BackendUnavailable,
+    Channel,
+    CircuitOpen,
+    ConfigError,
+    InvalidBody,
+    InvalidName,
+    LifecycleError,
+    PartialSend,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+    QueueService,
+    SendTimeout,
+    Sent,
+    Settings,
+    ShutDown,
+    StateChanged,
+    SubscriptionLost,
+    Unsupported,
+    channel,
+    consume,
+)
+from qkit.backend import Capabilities, QueueSpec, Support
+from qkit.events import Event, Reconnected
+from tests.support.clock import VirtualClock
+from tests.support.faulty import BLACK_HOLE, FaultyBackend
+
+
+class Order(BaseModel):
+    id: int
+    total: float = 0.0
+
+
+class Clerk:
+    """A handler of orders that takes as long as told."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.begun: list[int] = []
+        self.done: list[int] = []
+        self.cancelled: list[int] = []
+
+    @consume("orders", concurrency=5)
+    async def handle(self, body: int) -> None:
+        self.begun.append(body)
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.cancelled.append(body)
+            raise
+        self.done.append(body)
+
+
+def make(
+    clock: VirtualClock,
+    *handlers: object,
+    backend: FaultyBackend | None = None,
+    **settings: Any,
+) -> QueueService:
+    service = QueueService(
+        Settings(type="native", **settings),
+        backend=backend if backend is not None else FaultyBackend(clock),
+        clock=clock,
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+def backend_of(service: QueueService) -> FaultyBackend:
+    backend = service._backend
+    assert isinstance(backend, FaultyBackend)
+    return backend
+
+
+def states(service: QueueService) -> list[str]:
+    heard: list[str] = []
+    service.on("state_change", lambda event: heard.append(event.new))
+    return heard
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# -- starting --------------------------------------------------------------------------------
+
+
+async def test_start_is_idempotent(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    await service.start()
+    await service.start()
+    await asyncio.gather(service.start(), service.start())
+    assert backend_of(service).count("start") == 1
+    assert backend_of(service).count("subscribe") == 1
+    await service.shutdown()
+
+
+async def test_concurrent_starts_are_one(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    gate = asyncio.Event()
+    backend_of(service).script("start", gate)
+    starts = [asyncio.create_task(service.start()) for _ in range(3)]
+    await settle()
+    gate.set()
+    await asyncio.gather(*starts)
+    assert backend_of(service).count("start") == 1
+    await service.shutdown()
+
+
+async def test_start_declares_dead_letters_first_and_subscribes_last(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock, Clerk()) as service:
+        assert backend_of(service).calls[:4] == [
+            ("start", ""),
+            ("declare", "orders_dlq"),
+            ("declare", "orders"),
+            ("subscribe", "orders"),
+        ]
+
+
+async def test_a_start_that_fails_closes_the_backend_and_may_be_tried_again(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    service = make(virtual_clock, clerk)
+    heard = states(service)
+    backend = backend_of(service)
+    backend.script("start", BackendUnavailable("refused"))
+    with pytest.raises(BackendUnavailable, match="refused"):
+        await service.start()
+    assert backend.names() == ["start", "aclose"]
+    assert service.health_check().last_error == "BackendUnavailable: refused"
+    backend.script("declare", None, QueueError("no such luck"))
+    with pytest.raises(QueueError, match="no such luck"):
+        await service.start()
+    async with service:
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        assert service.ready
+    assert clerk.done == [1]
+    assert heard == [
+        "connecting", "disconnected", "connecting", "connected", "disconnected",
+        "connecting", "connected", "closing", "closed",
+    ]  # fmt: skip
+
+
+async def test_a_backend_that_cannot_even_close_does_not_hide_why_start_failed(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make(virtual_clock)
+    backend_of(service).script("start", BackendUnavailable("refused"))
+    backend_of(service).script("aclose", OSError("already gone"))
+    with pytest.raises(BackendUnavailable, match="refused"):
+        await service.start()
+    assert "did not close cleanly: OSError: already gone" in caplog.text
+    await service.start()
+    await service.shutdown()
+
+
+async def test_a_cancelled_start_closes_the_backend(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    backend_of(service).always("subscribe", BLACK_HOLE)
+    start = asyncio.create_task(service.start())
+    await settle()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert backend_of(service).names()[-1] == "aclose"
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("qkit")]
+
+
+async def test_a_consumer_that_is_late_does_not_hold_the_start_up_for_ever(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock, Clerk(), send_timeout=3)
+    backend_of(service).script("subscribe", BLACK_HOLE)
+    started = virtual_clock.monotonic()
+    await service.start()
+    assert virtual_clock.monotonic() - started == 3
+    assert service.health_check().consumers[0].state == "starting"
+    assert not service.ready
+    await service.shutdown(timeout=0)
+
+
+async def test_what_cannot_work_is_refused_before_connecting(virtual_clock: VirtualClock) -> None:
+    backend = FaultyBackend(virtual_clock, capabilities=Capabilities())
+    service = make(virtual_clock, backend=backend)
+    service.declare(Channel("orders", ordered=True))
+    with pytest.raises(Unsupported, match="ordered"):
+        await service.start()
+    assert backend.calls == []
+    greedy = make(virtual_clock, Clerk(), prefetch=2)
+    with pytest.raises(ConfigError, match="prefetch is 2"):
+        await greedy.start()
+    assert backend_of(greedy).calls == []
+
+
+async def test_a_backend_that_forgets_is_announced(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with make(virtual_clock) as service:
+        assert "faulty is not durable" in caplog.text
+        assert service.health_check().durable is False
+    caplog.clear()
+    durable = FaultyBackend(virtual_clock, capabilities=Capabilities(durable=Support.NATIVE))
+    async with make(virtual_clock, backend=durable, dead_letter={"enabled": False}) as service:
+        assert "durable" not in caplog.text
+        assert service.health_check().durable is True
+
+
+async def test_settings_come_from_the_environment_unless_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QKIT_PREFIX", "staging.")
+    async with QueueService() as service:
+        await service.send("orders", 1)
+        assert service.settings.prefix == "staging."
+        assert await service._backend.queues() == [  # type: ignore[attr-defined]
+            "staging.orders", "staging.orders_dlq",
+        ]  # fmt: skip
+
+
+# -- the right call at the wrong time --------------------------------------------------------
+
+
+async def test_calls_before_start_say_to_start(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock)
+    for call in (
+        lambda: service.send("orders", 1),
+        lambda: service.publish("prices", 1),
+        lambda: service.send_many("orders", [1]),
+        service.queues,
+        lambda: service.stats("orders"),
+        lambda: service.peek("orders"),
+        lambda: service.purge("orders"),
+        lambda: service.delete("orders"),
+    ):
+        with pytest.raises(LifecycleError, match=r"a service that is new: start it first"):
+            await call()
+    for steer in (service.pause, service.resume, service.dead_letters):
+        with pytest.raises(LifecycleError, match="start it first"):
+            steer("orders")
+
+
+async def test_register_after_start_is_refused(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        with pytest.raises(LifecycleError, match="register every handler before start"):
+            service.register(Clerk())
+        assert service.handlers == []
+
+
+async def test_a_service_that_was_shut_down_stays_down(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock)
+    async with service:
+        pass
+    for call in (service.start, service.run, lambda: service.send("orders", 1)):
+        with pytest.raises(LifecycleError, match="make a new QueueService"):
+            await call()
+    with pytest.raises(LifecycleError):
+        service.register(Clerk())
+
+
+async def test_a_service_shut_down_before_its_start_never_starts(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock)
+    await service.shutdown()
+    with pytest.raises(LifecycleError):
+        await service.start()
+    assert backend_of(service).calls == []
+
+
+async def test_a_call_during_the_start_is_told_to_wait(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock)
+    gate = asyncio.Event()
+    backend_of(service).script("start", gate)
+    start = asyncio.create_task(service.start())
+    await settle()
+    with pytest.raises(LifecycleError, match=r"wait until start\(\) has returned"):
+        await service.send("orders", 1)
+    gate.set()
+    await start
+    await service.shutdown()
+
+
+# -- sending ---------------------------------------------------------------------------------
+
+
+async def test_a_hundred_sends_at_once_take_a_few_round_trips(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        await service.send("orders", 0)
+        backend_of(service).calls.clear()
+        gate = asyncio.Event()
+        backend_of(service).script("publish", gate)
+        sends = [asyncio.create_task(service.send("orders", n)) for n in range(100)]
+        await settle()
+        gate.set()
+        sent = await asyncio.gather(*sends)
+        assert backend_of(service).count("publish") <= 3
+        assert [item.position for item in sent] == list(range(1, 101))
+
+
+async def test_a_send_to_an_unknown_channel_declares_it_once(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        await asyncio.gather(*(service.send("new", n) for n in range(5)))
+        assert backend_of(service).calls.count(("declare", "new")) == 1
+        assert sorted(await service.queues()) == ["new", "new_dlq"]
+
+
+async def test_passive_declaration_checks_and_creates_nothing(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, declare="passive")
+    async with service:
+        with pytest.raises(QueueNotFound, match="new"):
+            await service.send("new", 1)
+        assert await service.queues() == []
+        assert all(spec.passive for spec in backend_of(service).specs)
+    strict = make(virtual_clock, Clerk(), declare="passive")
+    with pytest.raises(QueueNotFound):
+        await strict.start()
+
+
+@pytest.mark.parametrize("name", ["../x", "a b", "orders\r\n", "о", "x" * 300, ""])
+async def test_a_bad_name_is_refused_everywhere(virtual_clock: VirtualClock, name: str) -> None:
+    async with make(virtual_clock) as service:
+        for call in (service.stats, service.peek, service.purge, service.delete):
+            with pytest.raises(InvalidName):
+                await call(name)
+        for send in (service.send, service.publish):
+            with pytest.raises(InvalidName):
+                await send(name, 1)
+        with pytest.raises(InvalidName):
+            service.dead_letters(name)
+        assert await service.queues() == []
+        assert service.metrics().channels == {}
+
+
+async def test_the_wrong_verb_is_refused_before_anything_is_sent(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock) as service:
+        service.declare(Channel("prices", broadcast=True))
+        service.declare(Channel("orders"))
+        backend_of(service).calls.clear()
+        with pytest.raises(Unsupported, match=r"'prices' is a topic: use service.publish"):
+            await service.send("prices", 1)
+        with pytest.raises(Unsupported, match=r"'prices' is a topic: use service.publish"):
+            await service.send_many("prices", [1])
+        with pytest.raises(Unsupported, match=r"'orders' is a queue: use service.send"):
+            await service.publish("orders", 1)
+        with pytest.raises(Unsupported, match=r"'other' is a topic"):
+            await service.send(Channel("other", broadcast=True), 1)
+        assert backend_of(service).count("publish") == 0
+        assert backend_of(service).count("declare") == 0
+
+
+async def test_the_body_is_checked_against_the_handlers_type(virtual_clock: VirtualClock) -> None:
+    @consume("orders")
+    async def handle(order: Order) -> None: ...
+
+    async with make(virtual_clock, handle) as service:
+        with pytest.raises(InvalidBody, match="Order") as caught:
+            await service.send("orders", {"id": "x"})
+        assert caught.value.context == {
+            "backend": "faulty", "operation": "send", "queue": "orders",
+        }  # fmt: skip
+        await service.send("orders", Order(id=1))
+        await service.send("orders", {"id": 2})
+        assert backend_of(service).count("publish") == 2
+
+
+async def test_the_body_is_checked_against_the_channels_type(virtual_clock: VirtualClock) -> None:
+    orders: Channel[Order] = Channel("orders", Order)
+    async with make(virtual_clock) as service:
+        with pytest.raises(InvalidBody):
+            await service.send(orders, "nonsense")  # type: ignore[misc]
+        await service.send(orders, Order(id=1))
+        with pytest.raises(InvalidBody):
+            await service.send("orders", "nonsense")
+
+
+async def test_a_queue_deleted_by_somebody_else_is_declared_anew(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock) as service:
+        await service.send("orders", 1)
+        await backend_of(service).delete("orders")
+        await service.send("orders", 2)
+        assert [message.body for message in await service.peek("orders")] == [b"2"]
+
+
+async def test_a_declaration_into_a_black_hole_ends_with_the_send(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock, send_timeout=5) as service:
+        backend_of(service).always("declare", BLACK_HOLE)
+        started = virtual_clock.monotonic()
+        results = await asyncio.gather(
+            service.send("a", 1), service.send("b", 1), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [SendTimeout] * 2
+        assert virtual_clock.monotonic() - started == 5
+        backend_of(service).heal("declare")
+        await service.send("a", 1)
+
+
+async def test_the_circuit_opens_and_health_says_so(virtual_clock: VirtualClock) -> None:
+    settings: dict[str, Any] = {"breaker": {"failure_threshold": 2, "recovery_timeout": 10}}
+    async with make(virtual_clock, **settings) as service:
+        await service.send("orders", 1)
+        backend_of(service).always("publish", BackendUnavailable("refused"))
+        with pytest.raises(CircuitOpen):
+            await service.send("orders", 2)
+        assert service.health_check().breaker == "open"
+        backend_of(service).heal("publish")
+        await virtual_clock.advance(10)
+        assert service.health_check().breaker == "half_open"
+        await service.send("orders", 3)
+        assert service.health_check().breaker == "closed"
+        assert service.metrics().messages_sent == 2
+
+
+async def test_many_are_checked_before_the_first_leaves(virtual_clock: VirtualClock) -> None:
+    numbers: Channel[int] = Channel("numbers", int)
+    async with make(virtual_clock) as service:
+        with pytest.raises(InvalidBody):
+            await service.send_many(numbers, [*range(1_200), "x"])
+        assert backend_of(service).count("publish") == 0
+
+
+async def test_many_are_sent_in_few_round_trips_in_order(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        sent = await service.send_many("orders", range(1_200), headers={"tenant": "acme"})
+        assert backend_of(service).count("publish") == 3
+        assert [item.position for item in sent] == list(range(1_200))
+        messages = await service.peek("orders", 2_000)
+        assert [message.body for message in messages] == [b"%d" % n for n in range(1_200)]
+        assert messages[-1].headers == {"tenant": "acme"}
+        assert await service.send_many("orders", []) == []
+        assert service.metrics().messages_sent == 1_200
+
+
+async def test_many_that_did_not_all_fit_tell_which(virtual_clock: VirtualClock) -> None:
+    backend = FaultyBackend(virtual_clock, max_depth=700)
+    async with make(virtual_clock, backend=backend) as service:
+        with pytest.raises(PartialSend, match="700 of 1000 messages were accepted") as caught:
+            await service.send_many("orders", range(1_000))
+        kinds = [type(result) for result in caught.value.results]
+        assert kinds == [Sent] * 700 + [QueueFull] * 300
+        assert caught.value.context == {
+            "backend": "faulty", "operation": "send_many", "queue": "orders",
+        }  # fmt: skip
+        with pytest.raises(QueueFull):
+            await service.send_many("orders", range(10))
+        assert service.metrics().messages_sent == 700
+
+
+async def test_an_outage_in_the_middle_of_many_tells_which_arrived(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock, send_timeout=1) as service:
+        backend_of(service).script("publish", None, BLACK_HOLE)
+        with pytest.raises(PartialSend) as caught:
+            await service.send_many("orders", range(1_600))
+        kinds = [type(result) for result in caught.value.results]
+        assert kinds == [Sent] * 500 + [SendTimeout] * 1_100
+
+
+# -- running and shutting down ---------------------------------------------------------------
+
+
+async def test_run_starts_consumes_until_stop_and_shuts_down(virtual_clock: VirtualClock) -> None:
+    done: list[int] = []
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        done.append(body)
+        if body == 3:
+            service.stop()
+
+    service = make(virtual_clock, handle)
+    running = asyncio.create_task(service.run())
+    await settle()
+    for number in range(4):
+        await service.send("orders", number)
+    await running
+    assert done == [0, 1, 2, 3]
+    assert service.connection_state == "closed"
+
+
+async def test_a_cancelled_run_still_shuts_down(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=5)
+    service = make(virtual_clock, clerk)
+    running = asyncio.create_task(service.run())
+    await settle()
+    await service.send("orders", 1)
+    await settle()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert clerk.done == [1]
+    assert service.connection_state == "closed"
+
+
+def test_run_works_outside_the_main_thread() -> None:
+    done: list[int] = []
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        done.append(body)
+        service.stop()
+
+    service = QueueService(Settings(type="native"))
+    service.register(handle)
+
+    async def main() -> None:
+        await service.start()
+        await service.send("orders", 1)
+        await service.run()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert done == [1]
+
+
+async def test_the_order_of_a_shutdown(virtual_clock: VirtualClock) -> None:
+    """Not ready, no more fetching, handlers finish, sends leave, the backend closes, the event."""
+    story: list[str] = []
+    begun = asyncio.Event()
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        begun.set()
+        await asyncio.sleep(5)
+        story.append(f"handler done, ready: {service.ready}")
+        await service.send("audit", body)
+        story.append("sent during the drain")
+
+    service = make(virtual_clock, handle)
+    backend = backend_of(service)
+    service.on("state_change", lambda event: story.append(f"{event.new}, ready: {service.ready}"))
+    service.on("shutdown", lambda event: story.append(f"shutdown {event.abandoned}"))
+    backend.script("stop", lambda: story.append("stopped fetching"))
+    backend.script("ack", lambda: story.append("ack"))
+    backend.script("aclose", lambda: story.append("backend closed"))
+    await service.start()
+    await service.send("orders", 1)
+    await service.send("orders", 2)
+    await begun.wait()
+    story.clear()
+    received = service.metrics().messages_received
+    await service.shutdown()
+    assert story == [
+        "closing, ready: False",
+        "stopped fetching",
+        "handler done, ready: False",
+        "sent during the drain",
+        "ack",
+        "backend closed",
+        "closed, ready: False",
+        "shutdown 0",
+    ]
+    assert service.metrics().messages_received == received
+    assert service.metrics().channels["audit"].messages_sent == 1
+
+
+async def test_handlers_that_finish_in_time_finish(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=20)
+    heard: list[Event] = []
+    service = make(virtual_clock, clerk, prefetch=5)
+    service.on("shutdown", heard.append)
+    await service.start()
+    await service.send_many("orders", range(8))
+    await virtual_clock.advance(1)
+    started = virtual_clock.monotonic()
+    await service.shutdown()
+    assert virtual_clock.monotonic() - started == pytest.approx(19)
+    assert sorted(clerk.done) == [0, 1, 2, 3, 4]
+    assert heard == [ShutDown(0)]
+
+
+async def test_what_was_fetched_and_not_begun_goes_back_at_once_uncharged(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk(seconds=20)
+    service = make(virtual_clock, clerk, prefetch=8)
+    backend = backend_of(service)
+    await service.start()
+    await service.send_many("orders", range(8))
+    await virtual_clock.advance(1)
+    shutdown = asyncio.create_task(service.shutdown())
+    await virtual_clock.advance(1)
+    left = await backend.peek("orders", 10)
+    assert [(item.body, item.attempt) for item in left] == [(b"5", 0), (b"6", 0), (b"7", 0)]
+    assert backend.count("give back") == 3
+    await shutdown
+    assert len(clerk.begun) == 5
+
+
+async def test_the_deadline_cancels_and_gives_back_uncharged(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    clerk = Clerk(seconds=1_000)
+    heard: list[Event] = []
+    service = make(virtual_clock, clerk, shutdown={"timeout": 7})
+    service.on("shutdown", heard.append)
+    backend = backend_of(service)
+    gate = asyncio.Event()
+    backend.script("aclose", gate)
+    await service.start()
+    await service.send_many("orders", range(3))
+    await virtual_clock.advance(1)
+    shutdown = asyncio.create_task(service.shutdown())
+    await virtual_clock.advance(6.9)
+    assert clerk.cancelled == []
+    await virtual_clock.advance(0.2)
+    assert backend.count("aclose") == 1
+    left = [item.attempt for item in await backend.peek("orders", 10)]
+    gate.set()
+    await shutdown
+    assert sorted(clerk.cancelled) == [0, 1, 2]
+    assert left == [0, 0, 0]
+    assert backend.count("give back") == 3
+    assert backend.count("ack") == 0
+    assert heard == [ShutDown(3)]
+    assert "3 handlers did not finish in time" in caplog.text
+
+
+async def test_shutdowns_own_deadline_wins_over_the_settings(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=1_000)
+    service = make(virtual_clock, clerk)
+    await service.start()
+    await service.send("orders", 1)
+    await virtual_clock.advance(1)
+    started = virtual_clock.monotonic()
+    await service.shutdown(timeout=0)
+    assert virtual_clock.monotonic() - started < 0.1
+    assert clerk.cancelled == [1]
+
+
+async def test_force_ends_the_waiting(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=1_000)
+    service = make(virtual_clock, clerk)
+    await service.start()
+    await service.send("orders", 1)
+    await virtual_clock.advance(1)
+    shutdown = asyncio.create_task(service.shutdown())
+    await virtual_clock.advance(3)
+    assert not shutdown.done()
+    service.force()
+    await virtual_clock.advance(0.1)
+    assert shutdown.done()
+    assert clerk.cancelled == [1]
+
+
+async def test_shutdown_is_idempotent_and_concurrent_ones_end_together(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk(seconds=5)
+    heard: list[Event] = []
+    service = make(virtual_clock, clerk)
+    service.on("shutdown", heard.append)
+    await service.start()
+    await service.send("orders", 1)
+    await virtual_clock.advance(1)
+    await asyncio.gather(*(service.shutdown() for _ in range(3)))
+    await service.shutdown()
+    assert clerk.done == [1]
+    assert heard == [ShutDown(0)]
+    assert backend_of(service).count("aclose") == 1
+
+
+async def test_a_caller_that_is_cancelled_waits_for_the_end_all_the_same(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk(seconds=5)
+    service = make(virtual_clock, clerk)
+    await service.start()
+    await service.send("orders", 1)
+    await virtual_clock.advance(1)
+    shutdown = asyncio.create_task(service.shutdown())
+    for _ in range(3):
+        await virtual_clock.advance(0.5)
+        shutdown.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await shutdown
+    assert clerk.done == [1]
+    assert service.connection_state == "closed"
+    assert backend_of(service).count("aclose") == 1
+
+
+async def test_a_shutdown_during_the_start_comes_after_it(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    gate = asyncio.Event()
+    backend_of(service).script("start", gate)
+    start = asyncio.create_task(service.start())
+    await settle()
+    shutdown = asyncio.create_task(service.shutdown())
+    await settle()
+    gate.set()
+    await asyncio.gather(start, shutdown)
+    assert service.connection_state == "closed"
+    assert backend_of(service).names()[-1] == "aclose"
+
+
+async def test_a_send_under_way_arrives_before_the_backend_closes(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock)
+    await service.start()
+    await service.send("orders", 1)
+    gate = asyncio.Event()
+    backend_of(service).script("publish", gate)
+    send = asyncio.create_task(service.send("orders", 2))
+    await settle()
+    shutdown = asyncio.create_task(service.shutdown())
+    await virtual_clock.advance(1)
+    assert backend_of(service).count("aclose") == 0
+    gate.set()
+    await asyncio.gather(send, shutdown)
+    assert len(backend_of(service).published) == 2
+
+
+@pytest.mark.parametrize("fault", [OSError("reset"), QueueError("no"), BLACK_HOLE])
+async def test_a_backend_that_does_not_close_cleanly_does_not_hold_up_the_end(
+    virtual_clock: VirtualClock, fault: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[Event] = []
+    service = make(virtual_clock)
+    service.on("shutdown", heard.append)
+    await service.start()
+    backend_of(service).script("aclose", fault)
+    started = virtual_clock.monotonic()
+    await service.shutdown()
+    assert virtual_clock.monotonic() - started <= 5
+    assert heard == [ShutDown(0)]
+    assert service.connection_state == "closed"
+    assert "did not close cleanly" in caplog.text
+
+
+async def test_a_handler_that_ignores_cancellation_is_left_behind_with_a_word(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    release = asyncio.Event()
+    ended = asyncio.Event()
+
+    @consume("orders")
+    async def stubborn(body: int) -> None:
+        while not release.is_set():
+            try:
+                await release.wait()
+            except asyncio.CancelledError:
+                continue
+        ended.set()
+
+    service = make(virtual_clock, stubborn)
+    await service.start()
+    await service.send("orders", 1)
+    await settle()
+    started = virtual_clock.monotonic()
+    await service.shutdown(timeout=1)
+    assert virtual_clock.monotonic() - started <= 10
+    assert "ignores cancellation and is left behind" in caplog.text
+    release.set()
+    await ended.wait()
+    await settle()
+
+
+async def test_async_with_shuts_down_also_after_an_error(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock)
+
+    async def use() -> None:
+        async with service as entered:
+            assert entered is service
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await use()
+    assert service.connection_state == "closed"
+
+
+async def test_no_task_is_left_behind(virtual_clock: VirtualClock) -> None:
+    before = asyncio.all_tasks()
+    async with make(virtual_clock, Clerk()) as service:
+        await service.send_many("orders", range(50))
+        await asyncio.gather(*(service.send("orders", n) for n in range(50)))
+        await virtual_clock.advance(10)
+    await settle()
+    assert asyncio.all_tasks() == before
+
+
+# -- steering --------------------------------------------------------------------------------
+
+
+async def test_pause_and_resume(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        service.pause("orders")
+        await service.send("orders", 1)
+        await virtual_clock.advance(60)
+        assert clerk.begun == []
+        assert service.health_check().consumers[0].state == "paused"
+        assert service.ready  # on purpose
+        service.resume("orders")
+        await virtual_clock.advance(1)
+        assert clerk.done == [1]
+
+
+async def test_a_channel_that_is_not_consumed_here_cannot_be_paused(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock, Clerk()) as service:
+        with pytest.raises(QueueNotFound, match="does not consume 'audit'; it consumes orders"):
+            service.pause("audit")
+    async with make(virtual_clock) as service:
+        with pytest.raises(QueueNotFound, match="it consumes nothing"):
+            service.resume("audit")
+
+
+# -- watching --------------------------------------------------------------------------------
+
+
+async def test_a_healthy_service(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    assert service.health_check().status == "unhealthy"
+    assert service.connection_state == "disconnected"
+    async with service:
+        await virtual_clock.advance(100)
+        sent_at = virtual_clock.time()
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        health = service.health_check()
+        assert (health.status, health.connection_state, health.breaker) == (
+            "healthy", "connected", "closed",
+        )  # fmt: skip
+        assert health.last_success_at == sent_at
+        assert health.last_error is None
+        assert health.disconnected_at is None
+        (consumer,) = health.consumers
+        assert (consumer.channel, consumer.state, consumer.in_flight) == ("orders", "consuming", 0)
+        assert consumer.last_poll_at == consumer.last_settle_at == sent_at
+        assert service.capabilities is service._backend.capabilities
+    assert service.health_check().status == "unhealthy"
+    assert service.connection_state == "closed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (BackendUnavailable("refused"), "BackendUnavailable: refused"),
+        (OSError("a driver's own"), "OSError: a driver's own"),
+        (BLACK_HOLE, "TimeoutError: "),
+    ],
+)
+async def test_a_broker_that_is_gone_shows_within_five_seconds(
+    virtual_clock: VirtualClock, fault: Any, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = make(virtual_clock, Clerk())
+    heard: list[Event] = []
+    service.on("state_change", heard.append)
+    service.on("reconnected", heard.append)
+    async with service:
+        heard.clear()
+        backend_of(service).always("ping", fault)
+        gone = virtual_clock.time()
+        await virtual_clock.advance(5)
+        health = service.health_check()
+        assert (health.status, health.connection_state) == ("unhealthy", "disconnected")
+        assert health.last_error == error
+        assert health.disconnected_at is not None
+        assert gone <= health.disconnected_at <= gone + 5
+        assert not service.ready
+        backend_of(service).heal("ping")
+        await virtual_clock.advance(5)
+        assert service.ready
+        assert service.health_check().disconnected_at is None
+    changes = [event for event in heard if isinstance(event, StateChanged)]
+    assert [change.new for change in changes[:2]] == ["disconnected", "connected"]
+    assert changes[0].error == error
+    (reconnected,) = [event for event in heard if isinstance(event, Reconnected)]
+    assert 0 < reconnected.seconds <= 7
+    assert "connected -> disconnected" in caplog.text
+
+
+async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    service = make(virtual_clock, clerk)
+    heard: list[Event] = []
+    service.on("reconnected", heard.append)
+    backend = backend_of(service)
+    backend.script("receive", None, SubscriptionLost("the channel was closed"))
+    async with service:
+        backend.always("subscribe", BackendUnavailable("refused"))
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        health = service.health_check()
+        assert health.status == "unhealthy"
+        assert health.consumers[0].state == "reconnecting"
+        backend.heal("subscribe")
+        await virtual_clock.advance(10)
+        assert service.ready
+        await service.send("orders", 2)
+        await virtual_clock.advance(1)
+    assert 2 in clerk.done
+    assert heard
+
+
+async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None:
+    service = make(virtual_clock, Clerk())
+    async with service:
+        (task,) = service._consumers.values()
+        task.cancel()
+        await settle()
+        assert service.connection_state == "connected"
+        assert not service.ready
+
+
+async def test_metrics_count_per_channel_and_in_total(virtual_clock: VirtualClock) -> None:
+    @channel("orders")
+    class Orders:
+        @consume
+        async def handle(self, body: int) -> None:
+            await asyncio.sleep(5)
+            if body < 0:
+                raise ValueError("negative")
+
+    service = make(virtual_clock, Orders(), retry={"max_attempts": 2, "jitter": 0})
+    async with service:
+        await service.send_many("orders", [1, -1])
+        await service.send("audit", 1)
+        await virtual_clock.advance(1)
+        assert service.metrics().in_flight == 1
+        await virtual_clock.advance(60)
+        metrics = service.metrics()
+    orders = metrics.channels["orders"]
+    assert (orders.messages_sent, orders.messages_received) == (2, 3)
+    assert (orders.messages_retried, orders.messages_failed) == (1, 1)
+    assert (orders.messages_dead_lettered, orders.in_flight) == (1, 0)
+    assert metrics.channels["audit"].messages_sent == 1
+    assert metrics.messages_sent == 3
+    assert metrics.messages_received == 3
+
+
+async def test_coroutine_listeners_of_the_last_event_are_heard_out(
+    virtual_clock: VirtualClock,
+) -> None:
+    heard: list[Event] = []
+
+    async def listener(event: ShutDown) -> None:
+        await asyncio.sleep(2)
+        heard.append(event)
+
+    service = make(virtual_clock)
+    service.on("shutdown", listener)
+    async with service:
+        pass
+    assert heard == [ShutDown(0)]
+
+
+async def test_a_listener_that_fails_changes_nothing(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(event: object) -> None:
+        raise ValueError("no")
+
+    @consume("orders")
+    async def fail(body: int) -> None:
+        raise KeyError(body)
+
+    service = make(virtual_clock, fail, retry={"max_attempts": 2})
+    for name in ("state_change", "retry", "dead_letter", "shutdown", "reconnected"):
+        service.on(name, broken)
+    async with service:
+        await service.send("orders", 1)
+        await virtual_clock.advance(10)
+        assert len(await service.dead_letters("orders").list()) == 1
+    messages = {record.getMessage() for record in caplog.records}
+    for kind in ("StateChanged", "Retried", "DeadLettered", "ShutDown"):
+        assert f"a listener of {kind} failed" in messages
+
+
+async def test_no_secret_shows_in_health_logs_or_errors(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    canary = "canary-7f3a"
+    settings = Settings(type="rabbitmq", url=f"amqp://guest:{canary}@localhost:5672/")
+    backend = FaultyBackend(virtual_clock)
+    service = QueueService(settings, backend=backend, clock=virtual_clock)
+    async with service:
+        backend.always("publish", BackendUnavailable("refused"))
+        with pytest.raises(CircuitOpen) as caught:
+            await service.send("orders", 1)
+        shown = [repr(service.settings), repr(service.health_check()), repr(service.metrics())]
+    assert canary not in "".join([*shown, caplog.text, str(caught.value), repr(caught.value)])
+
+
+# -- administration --------------------------------------------------------------------------
+
+
+async def test_queues_are_listed_without_the_prefix_and_without_those_of_others(
+    virtual_clock: VirtualClock,
+) -> None:
+    async with make(virtual_clock, prefix="staging.") as service:
+        await service.send("orders", 1)
+        await backend_of(service).declare(QueueSpec(name="production.orders"))
+        assert await service.queues() == ["orders", "orders_dlq"]
+        assert (await service.stats("orders")).queue == "orders"
+        assert [message.channel for message in await service.peek("orders")] == ["orders"]
+        assert await service.purge("orders") == 1
+        await service.delete("orders")
+        assert await service.queues() == ["orders_dlq"]
+        assert await backend_of(service).queues() == ["production.orders", "staging.orders_dlq"]
+
+
+async def test_stats_tell_depth_scheduled_and_in_flight(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=100)
+    async with make(virtual_clock, clerk, prefetch=5) as service:
+        await service.send_many("orders", range(7))
+        await service.send("orders", 9, delay=1_000)
+        await virtual_clock.advance(1)
+        stats = await service.stats("orders")
+        assert (stats.depth, stats.in_flight, stats.scheduled) == (2, 5, 1)
+        assert stats.consumers == 1
+        await service.shutdown(timeout=0)
+
+
+async def test_peek_shows_messages_and_takes_none(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        sent = [await service.send("orders", n, priority=n, key=f"k{n}", ttl=60) for n in range(3)]
+        (top, second) = await service.peek("orders", 2)
+        assert (top.id, top.priority, top.key) == (sent[2].message_id, 2, "k2")
+        assert top.expires_at is not None
+        assert (top.attempt, top.retry_count) == (1, 0)
+        assert second.id == sent[1].message_id
+        assert (await service.stats("orders")).depth == 3
+
+
+async def test_purge_deletes_what_nobody_holds(virtual_clock: VirtualClock) -> None:
+    clerk = Clerk(seconds=50)
+    async with make(virtual_clock, clerk, prefetch=5) as service:
+        await service.send_many("orders", range(8))
+        await virtual_clock.advance(1)
+        assert await service.purge("orders") == 3
+        await virtual_clock.advance(60)
+        assert sorted(clerk.done) == [0, 1, 2, 3, 4]
+
+
+async def test_administration_of_what_does_not_exist_says_so(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        for call in (service.stats, service.peek, service.purge, service.delete):
+            with pytest.raises(QueueNotFound):
+                await call("nothing")
+        assert await service.queues() == []
+
+
+async def test_a_deleted_queue_is_declared_anew_and_consumed_again(
+    virtual_clock: VirtualClock,
+) -> None:
+    clerk = Clerk()
+    async with make(virtual_clock, clerk) as service:
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        await service.delete("orders")
+        await service.send("orders", 2)
+        await virtual_clock.advance(10)
+        assert clerk.done == [1, 2]
+        assert service.ready
+
+
+async def test_a_backend_that_cannot_be_administered_says_so(virtual_clock: VirtualClock) -> None:
+    backend = FaultyBackend(virtual_clock, capabilities=Capabilities(depth=Support.NATIVE))
+    async with make(virtual_clock, backend=backend) as service:
+        await service.send("orders", 1)
+        assert (await service.stats("orders")).depth == 1
+        for operation in (service.peek, service.purge, service.delete):
+            with pytest.raises(Unsupported, match=f"faulty offers no {operation.__name__}"):
+                await operation("orders")
+        with pytest.raises(Unsupported, match="faulty offers no dead_letters"):
+            service.dead_letters("orders")

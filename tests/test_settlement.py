@@ -1,0 +1,325 @@
+"""Settling: the durable copy before the ack, and nothing lost when a step of it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from qkit import Channel, Reject, consume
+from qkit.backend import Delivery
+from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueFull
+from qkit.events import DeadLettered, Events, Retried
+from qkit.executor import Abandon, Dead, Done, Pause, RetryLater
+from qkit.health import ChannelCounters, Connection
+from qkit.message import DeadLetter, Envelope, Reason
+from qkit.settlement import Settlement
+from tests.support.backends import ScriptedBackend
+from tests.support.services import failures, make_service
+
+
+class Bench:
+    """A settlement with everything around it in sight."""
+
+    def __init__(self, clock, *, ordered=False, letters=True, broadcast=False) -> None:
+        self.order: list[object] = []
+        self.letters: list[DeadLetter] = []
+        self.fails: dict[str, BaseException | float] = {}
+        self.counters = ChannelCounters()
+        self.events: list[object] = []
+        listeners = Events()
+        listeners.on("retry", self.events.append)
+        listeners.on("dead_letter", self.events.append)
+        self.connection = Connection(listeners, clock, "scripted")
+        self.settlement = Settlement(
+            channel="orders",
+            group="billing",
+            consumer="host-1-billing",
+            broadcast=broadcast,
+            write=self.write if letters else None,
+            ordered=ordered,
+            timeout=10.0,
+            counters=self.counters,
+            events=listeners,
+            connection=self.connection,
+            clock=clock,
+        )
+
+    async def _step(self, what: str, *facts: object) -> None:
+        failure = self.fails.get(what)
+        if isinstance(failure, float):
+            await asyncio.sleep(failure)
+        elif failure is not None:
+            raise failure
+        self.order.append((what, *facts) if facts else what)
+
+    async def write(self, letter: DeadLetter) -> None:
+        await self._step("write")
+        self.letters.append(letter)
+
+    async def ack(self, delivery: Delivery) -> None:
+        await self._step("ack")
+
+    async def release(self, delivery: Delivery, delay: float, *, count_attempt=True) -> None:
+        await self._step("release", delay, count_attempt)
+
+    async def settle(self, outcome, envelope: Envelope | None = None) -> None:
+        envelope = envelope or Envelope("0190", b"{}", attempt=2)
+        await self.settlement.settle(self, Delivery(envelope, "orders", 1), outcome)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def bench(clock) -> Bench:
+    return Bench(clock)
+
+
+def record_of(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    (record,) = caplog.records
+    return record
+
+
+async def test_a_finished_message_is_acknowledged(bench, clock, caplog):
+    await bench.settle(Done())
+    assert bench.order == ["ack"]
+    assert bench.settlement.last_settle_at == clock.time() == bench.connection.last_success_at
+    assert caplog.records == []
+
+
+async def test_a_retry_is_released_counted_told_and_logged_once(bench, clock, caplog):
+    error = ValueError("no stock")
+    envelope = Envelope("0190", b"{}", attempt=2)
+    await bench.settle(RetryLater(4.0, error), envelope)
+    assert bench.order == [("release", 4.0, True)]
+    assert bench.counters.retried == 1
+    assert bench.events == [Retried("orders", "0190", 2, 4.0, error)]
+    assert envelope.headers == {"qkit-first-failed-at": repr(clock.time())}
+    record = record_of(caplog)
+    assert record.levelno == logging.WARNING
+    assert "attempt 2 failed, the next comes in 4 s: ValueError" in record.getMessage()
+    assert (
+        vars(record).items()
+        >= {
+            "queue": "orders",
+            "consumer": "host-1-billing",
+            "message_id": "0190",
+            "attempt": 2,
+            "error": "ValueError: no stock",
+        }.items()
+    )
+    assert record.exc_info
+    assert record.exc_info[1] is error
+
+
+async def test_the_first_failure_is_noted_once(bench, clock):
+    envelope = Envelope("0190", b"{}", {"qkit-first-failed-at": "5.0"})
+    await bench.settle(RetryLater(1.0, ValueError()), envelope)
+    assert envelope.headers == {"qkit-first-failed-at": "5.0"}
+
+
+async def test_an_abandoned_message_goes_back_at_once_and_uncharged(bench):
+    await bench.settle(Abandon())
+    assert bench.order == [("release", 0.0, False)]
+    assert bench.counters.retried == 0
+
+
+@pytest.mark.parametrize(("ordered", "wait"), [(False, 7.0), (True, 0.0)])
+async def test_a_pause_gives_the_message_back_uncharged(clock, ordered, wait):
+    bench = Bench(clock, ordered=ordered)  # in order: no wait in which others could overtake
+    await bench.settle(Pause(7.0, ValueError("down")))
+    assert bench.order == [("release", wait, False)]
+    assert bench.counters.retried == 0
+    assert bench.events == []
+
+
+async def test_a_dead_letter_is_written_before_the_ack(bench, clock, caplog):
+    error = ValueError("bad total")
+    envelope = Envelope(
+        "0190", b"body", {"a": "b", "qkit-first-failed-at": "5.0"}, key="k", priority=3, attempt=3
+    )
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, error), envelope)
+    assert bench.order == ["write", "ack"]
+    (letter,) = bench.letters
+    assert letter == DeadLetter(
+        message_id="0190",
+        channel="orders",
+        group=None,
+        reason="MaxRetriesExceeded",
+        error_type="ValueError",
+        error="bad total",
+        attempts=3,
+        first_failed_at=5.0,
+        last_failed_at=clock.time(),
+        trace_id=None,
+        body=b"body",
+        headers={"a": "b"},
+        key="k",
+        priority=3,
+    )
+    assert bench.events == [DeadLettered(letter, kept=True)]
+    assert (bench.counters.failed, bench.counters.dead_lettered) == (1, 1)
+    record = record_of(caplog)
+    assert record.levelno == logging.ERROR
+    assert "failed for good (MaxRetriesExceeded), to the dead letters" in record.getMessage()
+    assert vars(record)["error"] == "ValueError: bad total"
+    assert record.exc_info
+
+
+async def test_the_dead_letter_of_a_topic_names_the_group(clock):
+    bench = Bench(clock, broadcast=True)
+    await bench.settle(Dead(Reason.EXPLICIT_NACK, Reject("no")))
+    assert bench.letters[0].group == "billing"
+
+
+async def test_a_signal_is_logged_without_a_stack(bench, caplog):
+    await bench.settle(Dead(Reason.EXPLICIT_NACK, Reject("no")))
+    record = record_of(caplog)
+    assert record.exc_info is None
+    assert vars(record)["error"] == "Reject: no"
+
+
+async def test_a_death_without_an_error_is_logged_all_the_same(bench, caplog):
+    await bench.settle(Dead(Reason.TTL_EXPIRED, None))
+    record = record_of(caplog)
+    assert vars(record)["error"] is None
+    assert "TTLExpired" in record.getMessage()
+    assert bench.letters[0].error is None
+
+
+async def test_without_dead_letters_a_final_failure_is_logged_acked_and_counted(clock, caplog):
+    bench = Bench(clock, letters=False)
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
+    assert bench.order == ["ack"]
+    assert (bench.counters.failed, bench.counters.dead_lettered) == (1, 0)
+    (event,) = bench.events
+    assert isinstance(event, DeadLettered)
+    assert not event.kept
+    record = record_of(caplog)
+    assert record.levelno == logging.ERROR
+    assert "dropped: the channel keeps no dead letters" in record.getMessage()
+
+
+@pytest.mark.parametrize("failure", [QueueFull("full"), TimeoutError()])
+async def test_a_dead_letter_that_cannot_be_written_is_given_back_and_not_acked(
+    bench, caplog, failure
+):
+    bench.fails["write"] = failure
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
+    assert bench.order == [("release", 1.0, False)]
+    assert (bench.counters.failed, bench.counters.dead_lettered) == (0, 0)
+    assert bench.events == []
+    assert "no dead letter could be written: given back" in record_of(caplog).getMessage()
+
+
+async def test_a_write_that_takes_all_its_time_leaves_time_to_give_back(bench):
+    async def slow(letter: DeadLetter) -> None:
+        await asyncio.sleep(10.0)
+        raise TimeoutError
+
+    bench.settlement._write = slow
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
+    assert bench.order == [("release", 1.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "word"),
+    [
+        (AckDeadlineExceeded("late"), "settled too late: the lease is lost"),
+        (MessageNotFound("gone"), "nothing to settle: the message is gone"),
+        (BackendUnavailable("broken"), "could not be settled: it will be delivered again"),
+    ],
+)
+@pytest.mark.parametrize("outcome", [Done(), Dead(Reason.EXPLICIT_NACK, None)])
+async def test_a_settlement_that_fails_is_logged_and_is_no_success(
+    bench, caplog, failure, word, outcome
+):
+    bench.fails["ack"] = failure
+    await bench.settle(outcome)
+    assert word in caplog.records[-1].getMessage()
+    assert bench.settlement.last_settle_at is None
+    assert bench.connection.last_success_at is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "step"),
+    [
+        (Abandon(), "release"),
+        (RetryLater(1.0, ValueError()), "release"),
+        (Dead(Reason.EXPLICIT_NACK, None), "ack"),
+    ],
+)
+async def test_a_settlement_never_hangs(bench, clock, caplog, outcome, step):
+    bench.fails[step] = 1e6
+    before = clock.monotonic()
+    await bench.settle(outcome)
+    assert clock.monotonic() - before == 10.0
+    assert "could not be settled" in caplog.records[-1].getMessage()
+
+
+# -- through the service -----------------------------------------------------------------------
+
+
+async def reject(body: object) -> None:
+    raise Reject("no")
+
+
+async def test_the_dead_letter_is_confirmed_before_the_source_is_acknowledged(clock):
+    backend = ScriptedBackend()
+    async with make_service(consume("orders")(reject), clock=clock, backend=backend) as service:
+        sent = await service.send("orders", 1)
+        backend.script("publish", 3.0)  # a slow broker
+        await clock.advance(1)
+        assert backend.of("ack") == []
+        await clock.advance(3)
+        assert backend.of("publish", "ack") == [
+            ("publish", "orders", sent.message_id),
+            ("publish", "orders_dlq", sent.message_id),
+            ("ack", sent.message_id),
+        ]
+
+
+async def test_a_message_outlives_a_broken_dead_letter_queue(clock):
+    backend = ScriptedBackend()
+    async with make_service(consume("orders")(reject), clock=clock, backend=backend) as service:
+        sent = await service.send("orders", 1)
+        backend.script("publish", QueueFull("full"), QueueFull("full"))
+        await clock.advance(10)
+        assert backend.of("release", "publish", "ack") == [
+            ("publish", "orders", sent.message_id),
+            ("release", sent.message_id, 1.0, False),
+            ("release", sent.message_id, 1.0, False),
+            ("publish", "orders_dlq", sent.message_id),
+            ("ack", sent.message_id),
+        ]
+        assert failures(service, "orders") == (0, 1, 1)
+
+
+async def test_a_message_outlives_an_outage_of_the_way_to_the_dead_letters(clock):
+    backend = ScriptedBackend()
+    async with make_service(
+        consume("orders")(reject), clock=clock, backend=backend, send_timeout=5.0
+    ) as service:
+        sent = await service.send("orders", 1)
+        backend.script("publish", 1e6)  # a black hole
+        await clock.advance(20)
+        assert backend.of("release", "publish", "ack") == [
+            ("publish", "orders", sent.message_id),
+            ("release", sent.message_id, 1.0, False),
+            ("publish", "orders_dlq", sent.message_id),
+            ("ack", sent.message_id),
+        ]
+
+
+async def test_a_channel_without_dead_letters_drops_with_an_error(clock, caplog):
+    orders = Channel("orders", dead_letter=False)
+    told: list[DeadLettered] = []
+    async with make_service(consume(orders)(reject), clock=clock) as service:
+        service.on("dead_letter", told.append)
+        sent = await service.send("orders", 1)
+        await clock.advance(1)
+        stats = await service.stats("orders")
+        assert (stats.depth, stats.in_flight, stats.acked_total) == (0, 0, 1)
+        assert failures(service, "orders") == (0, 1, 0)
+    assert [(event.letter.message_id, event.kept) for event in told] == [(sent.message_id, False)]
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [vars(record)["message_id"] for record in errors] == [sent.message_id]

@@ -1,0 +1,440 @@
+"""``SyncQueueService``: the same service for programs without a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from qkit import (
+    BackendUnavailable,
+    Channel,
+    ConfigError,
+    LifecycleError,
+    Message,
+    QueueError,
+    QueueNotFound,
+    Settings,
+    SyncQueueService,
+    consume,
+)
+from tests.support.faulty import BLACK_HOLE, FaultyBackend
+
+
+class Clerk:
+    """Handlers of both kinds that say when they are done."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, str]] = []
+        self.failing = False
+        self.reached = threading.Condition()
+
+    def _note(self, body: int) -> None:
+        with self.reached:
+            self.done.append((body, threading.current_thread().name))
+            self.reached.notify_all()
+        if self.failing:
+            raise ValueError("no")
+
+    def wait_for(self, count: int) -> None:
+        with self.reached:
+            assert self.reached.wait_for(lambda: len(self.done) >= count, timeout=10)
+
+    @consume("orders")
+    async def order(self, body: int) -> None:
+        self._note(body)
+
+    @consume("audit")
+    def audit(self, body: int) -> None:
+        self._note(body)
+
+
+def make(*handlers: object, backend: FaultyBackend | None = None) -> SyncQueueService:
+    service = SyncQueueService(
+        Settings(type="native", retry={"enabled": False}, send_timeout=5), backend=backend
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+def loop_threads() -> int:
+    return sum(thread.name == "qkit-loop" for thread in threading.enumerate())
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """For what another thread does; the bound matters only to a test that fails."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def test_handlers_of_both_kinds_run() -> None:
+    clerk = Clerk()
+    with make(clerk) as service:
+        service.send("orders", 1)
+        service.send("audit", 2)
+        clerk.wait_for(2)
+        assert {handler.channel for handler in service.handlers} == {"orders", "audit"}
+    assert sorted(body for body, _ in clerk.done) == [1, 2]
+    threads = dict(clerk.done)
+    assert threads[1] == "qkit-loop"
+    assert threads[2].startswith("qkit-handler")
+    assert loop_threads() == 0
+
+
+def test_every_call_of_the_service_is_there() -> None:
+    orders: Channel[int] = Channel("numbers", int)
+    heard: list[object] = []
+    service = make()
+    service.declare(orders)
+    service.declare(Channel("prices", broadcast=True))
+    service.on("shutdown", heard.append)
+    assert service.connection_state == "disconnected"
+    with service:
+        assert service.ready
+        assert service.connection_state == "connected"
+        assert service.settings.type == "native"
+        assert service.capabilities.priority
+        assert service.send(orders, 1, priority=9).position == 0
+        assert [sent.position for sent in service.send_many(orders, [2, 3])] == [1, 2]
+        service.publish("prices", 1.5)
+        assert "numbers" in service.queues()
+        assert service.stats("numbers").depth == 3
+        assert [message.body for message in service.peek("numbers", 2)] == [b"1", b"2"]
+        assert isinstance(service.peek("numbers")[0], Message)
+        assert service.metrics().messages_sent == 4
+        assert service.health_check().status == "healthy"
+        assert service.purge("numbers") == 3
+        service.delete("numbers")
+        with pytest.raises(QueueNotFound):
+            service.stats("numbers")
+    assert not service.ready
+    assert len(heard) == 1
+
+
+def test_dead_letters() -> None:
+    clerk = Clerk()
+    clerk.failing = True
+    with make(clerk) as service:
+        sent = [service.send("orders", number) for number in range(3)]
+        clerk.wait_for(3)
+        letters = service.dead_letters("orders")
+        eventually(lambda: len(letters.list()) == 3)
+        assert letters.list(1, reason="MaxRetriesExceeded", error="ValueError")[0].body == b"0"
+        assert letters.list(ids=[sent[1].message_id])[0].body == b"1"
+        clerk.failing = False
+        assert letters.replay(sent[0].message_id) == 1
+        assert letters.replay([sent[1].message_id], error="no") == 1
+        clerk.wait_for(5)
+        assert letters.purge() == 1
+        assert letters.list() == []
+
+
+def test_pause_and_resume() -> None:
+    clerk = Clerk()
+    with make(clerk) as service:
+        service.pause("orders")
+        service.send("orders", 1)
+        assert service.health_check().consumers[0].state == "paused"
+        assert clerk.done == []
+        service.resume("orders")
+        clerk.wait_for(1)
+
+
+def test_it_may_be_called_from_many_threads() -> None:
+    clerk = Clerk()
+    failures: list[BaseException] = []
+    with make(clerk) as service:
+
+        def send(first: int) -> None:
+            try:
+                for number in range(50):
+                    service.send("orders", first + number)
+                    service.metrics()
+                    service.health_check()
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=send, args=(1_000 * n,)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        clerk.wait_for(300)
+    assert failures == []
+    assert len({body for body, _ in clerk.done}) == 300
+
+
+def test_threads_that_start_it_at_once_start_it_once() -> None:
+    backend = FaultyBackend()
+    service = make(backend=backend)
+    together = threading.Barrier(5)
+    failures: list[BaseException] = []
+
+    def start() -> None:
+        together.wait()
+        try:
+            service.start()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert backend.count("start") == 1
+    assert loop_threads() == 1
+    service.shutdown()
+
+
+def test_threads_that_shut_it_down_at_once_all_return() -> None:
+    backend = FaultyBackend()
+    service = make(backend=backend)
+    service.start()
+    threads = [threading.Thread(target=service.shutdown) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert backend.count("aclose") == 1
+    service.shutdown()
+    assert loop_threads() == 0
+
+
+async def test_inside_a_running_loop_it_is_refused() -> None:
+    service = make()
+    for call in (service.start, service.shutdown, service.run, service.queues):
+        with pytest.raises(LifecycleError, match="inside a running event loop"):
+            call()
+    with pytest.raises(LifecycleError, match="use QueueService there"):
+        service.send("orders", 1)
+    assert loop_threads() == 0
+
+
+def test_an_async_handler_that_calls_it_is_refused_and_not_hung() -> None:
+    refused: list[Exception] = []
+    tried = threading.Event()
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        for call in (service.queues, service.shutdown):
+            try:
+                call()
+            except LifecycleError as error:
+                refused.append(error)
+        tried.set()
+
+    with make(handle) as service:
+        service.send("orders", 1)
+        assert tried.wait(10)
+        assert service.ready
+    assert len(refused) == 2
+
+
+def test_a_synchronous_handler_may_call_it() -> None:
+    seen: list[int] = []
+    done = threading.Event()
+
+    @consume("orders")
+    def forward(body: int) -> None:
+        service.send("audit", body + 1)
+
+    @consume("audit")
+    def audit(body: int) -> None:
+        seen.append(body)
+        done.set()
+
+    with make(forward, audit) as service:
+        service.send("orders", 1)
+        assert done.wait(10)
+    assert seen == [2]
+
+
+def test_calls_before_start_and_after_shutdown_say_what_to_do() -> None:
+    service = make()
+    with pytest.raises(LifecycleError, match=r"use `with service:` or service.start\(\)"):
+        service.send("orders", 1)
+    with pytest.raises(LifecycleError, match="start it first"):
+        service.dead_letters("orders")
+    with service:
+        pass
+    with pytest.raises(LifecycleError, match="a new SyncQueueService after shutdown"):
+        service.send("orders", 1)
+    for call in (service.start, service.run):
+        with pytest.raises(LifecycleError, match="make a new SyncQueueService"):
+            call()
+    service.shutdown()
+
+
+def test_shutdown_without_a_start_leaves_nothing_open() -> None:
+    service = make()
+    service.shutdown()
+    with pytest.raises(LifecycleError):
+        service.start()
+
+
+def test_settings_that_cannot_work_leave_nothing_open() -> None:
+    with pytest.raises(ConfigError):
+        SyncQueueService(Settings(type="native", path="somewhere"))
+    assert loop_threads() == 0
+
+
+def test_a_start_that_fails_may_be_tried_again() -> None:
+    backend = FaultyBackend()
+    backend.script("start", BackendUnavailable("refused"), BackendUnavailable("refused"))
+    clerk = Clerk()
+    service = make(clerk, backend=backend)
+    with pytest.raises(BackendUnavailable):
+        service.start()
+    with pytest.raises(BackendUnavailable), service:
+        pytest.fail("it did not start")
+    assert loop_threads() == 0
+    with service:
+        service.send("orders", 1)
+        clerk.wait_for(1)
+
+
+def test_errors_reach_the_caller() -> None:
+    with make() as service, pytest.raises(QueueNotFound, match="nothing"):
+        service.stats("nothing")
+
+
+def test_run_starts_consumes_until_stop_and_shuts_down() -> None:
+    done: list[int] = []
+
+    @consume("orders")
+    def handle(body: int) -> None:
+        done.append(body)
+        service.stop()
+
+    service = make(handle)
+
+    def send() -> None:
+        eventually(lambda: service.ready)
+        service.send("orders", 1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    service.run()
+    sender.join()
+    assert done == [1]
+    assert service.connection_state == "closed"
+    assert loop_threads() == 0
+
+
+def test_run_in_another_thread_is_ended_by_a_shutdown() -> None:
+    service = make(Clerk())
+    running = threading.Thread(target=service.run)
+    running.start()
+    eventually(lambda: service.ready)
+    service.shutdown()
+    running.join(10)
+    assert not running.is_alive()
+
+
+def test_run_returns_when_another_thread_was_quicker_to_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = make()
+    start = service.start
+
+    def start_and_lose() -> None:
+        start()
+        service.shutdown()
+
+    monkeypatch.setattr(service, "start", start_and_lose)
+    service.run()
+    assert service.connection_state == "closed"
+
+
+def test_a_call_that_a_shutdown_overtakes_ends_with_a_word() -> None:
+    backend = FaultyBackend()
+    service = make(backend=backend)
+    service.start()
+    backend.script("remove", BLACK_HOLE)
+    outcome: list[BaseException] = []
+
+    def replay() -> None:
+        try:
+            service.dead_letters("orders").replay()
+        except BaseException as error:
+            outcome.append(error)
+
+    service.send("orders", 1, ttl=0.01)
+    eventually(lambda: len(service.dead_letters("orders").list()) == 1)
+    caller = threading.Thread(target=replay)
+    caller.start()
+    eventually(lambda: backend.count("remove") == 1)
+    service.shutdown()
+    caller.join(10)
+    assert not caller.is_alive()
+    assert isinstance(outcome[0], LifecycleError)
+    assert "shut down before this call was done" in str(outcome[0])
+
+
+def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("qkit.sync.LAST_WORDS", 0.01)
+    backend = FaultyBackend()
+    service = make(backend=backend)
+    service.start()
+    release = threading.Event()
+
+    async def stubborn() -> None:
+        while not release.is_set():
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                release.set()
+                await asyncio.sleep(0)
+
+    assert service._loop is not None
+    asyncio.run_coroutine_threadsafe(stubborn(), service._loop)
+    service.shutdown()
+    assert loop_threads() == 0
+
+
+def test_an_interrupt_takes_the_work_along() -> None:
+    backend = FaultyBackend()
+    with make(backend=backend) as service:
+        backend.script("declare", BLACK_HOLE)
+
+        class Interrupted(BaseException):
+            pass
+
+        def result(self: object, timeout: float | None = None) -> object:
+            eventually(lambda: backend.count("declare") == 1)
+            raise Interrupted
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("concurrent.futures.Future.result", result)
+            with pytest.raises(Interrupted):
+                service.send("orders", 1)
+        service.send("orders", 2)
+        assert [message.body for message in service.peek("orders")] == [b"2"]
+
+
+def test_an_error_of_a_listener_or_handler_does_not_end_it() -> None:
+    clerk = Clerk()
+    clerk.failing = True
+
+    def broken(event: object) -> None:
+        raise QueueError("no")
+
+    service = make(clerk)
+    service.on("dead_letter", broken)
+    with service:
+        service.send("orders", 1)
+        clerk.wait_for(1)
+        service.send("orders", 2)
+        clerk.wait_for(2)
+        assert service.ready

@@ -1,0 +1,219 @@
+"""Spans and trace context, and silence where nobody asked for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from qkit import Message, QueueService, Settings, consume
+from qkit.telemetry import Telemetry
+from tests.support.clock import VirtualClock
+from tests.support.faulty import FaultyBackend
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """A provider for this test alone: OpenTelemetry lets a process set one only once."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
+
+
+def service(*handlers: object, clock: VirtualClock) -> QueueService:
+    made = QueueService(
+        Settings(type="native", retry={"jitter": 0}),
+        backend=FaultyBackend(clock, name="native"),
+        clock=clock,
+    )
+    for handler in handlers:
+        made.register(handler)
+    return made
+
+
+def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+def ids(span: ReadableSpan) -> tuple[int, int]:
+    assert span.context is not None
+    return span.context.trace_id, span.context.span_id
+
+
+async def test_a_send_and_its_handling_are_one_trace(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    seen: list[Message] = []
+
+    @consume("orders")
+    async def handle(body: int, message: Message) -> None:
+        seen.append(message)
+
+    async with service(handle, clock=virtual_clock) as running:
+        sent = await running.send("orders", 1)
+        await virtual_clock.advance(1)
+    (producer,) = named(exporter, "send orders")
+    (consumer,) = named(exporter, "process orders")
+    assert producer.kind is SpanKind.PRODUCER
+    assert consumer.kind is SpanKind.CONSUMER
+    assert consumer.parent is not None
+    assert (consumer.parent.trace_id, consumer.parent.span_id) == ids(producer)
+    assert [link.context.span_id for link in consumer.links] == [ids(producer)[1]]
+    assert seen[0].trace_id == f"{ids(producer)[0]:032x}"
+    assert dict(producer.attributes or {}) == {
+        "messaging.system": "qkit",
+        "messaging.destination.name": "orders",
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+        "messaging.message.id": sent.message_id,
+        "messaging.message.body.size": 1,
+    }
+    attributes = dict(consumer.attributes or {})
+    assert attributes["messaging.operation.type"] == "process"
+    assert str(attributes["messaging.consumer.group.name"]).endswith("handle")
+
+
+async def test_a_failed_attempt_is_an_error_on_its_span_and_every_attempt_has_one(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    @consume("orders")
+    async def fail(body: int) -> None:
+        raise ValueError("negative total")
+
+    async with service(fail, clock=virtual_clock) as running:
+        await running.send("orders", 1)
+        await virtual_clock.advance(60)
+        (letter,) = await running.dead_letters("orders").list()
+    spans = named(exporter, "process orders")
+    assert [span.status.status_code for span in spans] == [StatusCode.ERROR] * 3
+    assert all(span.events[0].name == "exception" for span in spans)
+    assert len({ids(span)[0] for span in spans}) == 1
+    assert letter.trace_id == f"{ids(spans[0])[0]:032x}"
+
+
+async def test_a_batch_links_to_each_of_its_senders(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    @consume("orders", batch_size=3, batch_wait=5)
+    async def handle(bodies: list[int]) -> None: ...
+
+    async with service(handle, clock=virtual_clock) as running:
+        for number in range(3):
+            await running.send("orders", number)
+        await virtual_clock.advance(10)
+    (consumer,) = named(exporter, "process orders")
+    producers = named(exporter, "send orders")
+    assert consumer.parent is None
+    assert {link.context.span_id for link in consumer.links} == {ids(span)[1] for span in producers}
+    assert dict(consumer.attributes or {})["messaging.batch.message_count"] == 3
+
+
+async def test_many_messages_sent_at_once_share_a_span(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    async with service(clock=virtual_clock) as running:
+        await running.send_many("orders", range(3))
+        messages = await running.peek("orders")
+    (producer,) = named(exporter, "send orders")
+    assert {message.trace_id for message in messages} == {f"{ids(producer)[0]:032x}"}
+    assert dict(producer.attributes or {})["messaging.batch.message_count"] == 3
+
+
+async def test_a_trace_that_the_sender_brings_along_is_kept(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    async with service(clock=virtual_clock) as running:
+        await running.send("orders", 1, headers={"traceparent": TRACEPARENT})
+        (message,) = await running.peek("orders")
+    assert message.headers["traceparent"] == TRACEPARENT
+
+
+async def test_a_send_belongs_to_the_span_around_it(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    async with service(clock=virtual_clock) as running:
+        with trace.get_tracer("app").start_as_current_span("request") as request:
+            await running.send("orders", 1)
+    (producer,) = named(exporter, "send orders")
+    assert producer.parent is not None
+    assert producer.parent.span_id == request.get_span_context().span_id
+
+
+async def test_a_message_without_a_trace_begins_one(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    done = asyncio.Event()
+
+    @consume("orders")
+    async def handle(body: int) -> None:
+        done.set()
+
+    running = service(handle, clock=virtual_clock)
+    async with running:
+        running._telemetry._tracer, tracer = None, running._telemetry._tracer
+        await running.send("orders", 1)
+        running._telemetry._tracer = tracer
+        await done.wait()
+        await virtual_clock.advance(0)
+    (consumer,) = named(exporter, "process orders")
+    assert consumer.parent is None
+    assert consumer.links == ()
+
+
+async def test_without_a_provider_no_header_is_written(virtual_clock: VirtualClock) -> None:
+    async with service(clock=virtual_clock) as running:
+        await running.send("orders", 1)
+        (message,) = await running.peek("orders")
+    assert message.headers == {}
+
+
+def test_without_a_provider_there_are_no_spans() -> None:
+    telemetry = Telemetry("native")
+    telemetry.start()
+    assert not telemetry.enabled
+    with telemetry.sending("orders", []) as span:
+        assert span is None
+    with telemetry.handling("orders", "g", []) as span:
+        assert span is None
+
+
+PROGRAM = """
+import asyncio, json, sys
+from qkit import QueueService, Settings, consume
+
+@consume("orders")
+async def handle(body: int) -> None:
+    service.stop()
+
+service = QueueService(Settings(type="native"))
+service.register(handle)
+
+async def main():
+    await service.start()
+    await service.send("orders", 1)
+    await service.run()
+
+asyncio.run(main())
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("opentelemetry"))))
+"""
+
+
+def test_a_program_without_a_provider_does_not_even_import_opentelemetry() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(ran.stdout) == []

@@ -1,0 +1,197 @@
+"""Users' tests: real handlers, the real engine, virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+import pytest
+from pydantic import BaseModel
+
+from qkit import (
+    Channel,
+    Header,
+    Message,
+    QueueService,
+    Reject,
+    RetrySettings,
+    Settings,
+    Unsupported,
+    channel,
+    consume,
+)
+from qkit.backends.native import NativeBackend
+from qkit.testing import TestService, VirtualClock
+
+WEEK = 7 * 24 * 3600.0
+
+
+class Order(BaseModel):
+    id: int
+    total: float = 1.0
+
+
+@channel("orders", retry=RetrySettings(initial_delay=WEEK, max_delay=WEEK, jitter=0))
+class Orders:
+    def __init__(self, service: QueueService | None = None) -> None:
+        self.service = service
+
+    @consume
+    async def place(self, order: Order, message: Message) -> None:
+        if order.total < 0:
+            raise Reject("negative")
+        if order.total == 0 and message.attempt < 3:
+            raise ConnectionError("closed for a week")
+        if self.service is not None:
+            await self.service.send("receipts", {"order": order.id})
+
+
+@consume("receipts")
+def print_receipt(receipt: dict[str, int]) -> None: ...
+
+
+def shop() -> tuple[QueueService, Orders]:
+    service = QueueService(Settings(type="native"))
+    orders = Orders(service)
+    service.register(orders)
+    service.register(print_receipt)
+    return service, orders
+
+
+async def test_handlers_run_and_their_calls_are_seen() -> None:
+    service, orders = shop()
+    async with TestService(service) as t:
+        await t.send("orders", Order(id=1))
+        await t.drain()
+        (call,) = t.handled(Orders.place)
+        assert call.body == Order(id=1)
+        assert isinstance(call.message, Message)
+        assert call.error is None
+        assert t.handled(orders.place) == [call]
+        assert [call.body for call in t.handled(print_receipt)] == [{"order": 1}]
+
+
+async def test_a_backoff_of_seven_days_takes_no_time() -> None:
+    service, _ = shop()
+    started = time.monotonic()
+    async with TestService(service) as t:
+        before = t.clock.monotonic()
+        await t.send("orders", Order(id=1, total=0))
+        await t.drain()
+        assert t.clock.monotonic() - before == 2 * WEEK
+        assert [type(call.error) for call in t.handled(Orders.place)] == [
+            ConnectionError,
+            ConnectionError,
+            type(None),
+        ]
+        assert t.metrics.messages_retried == 2
+    assert time.monotonic() - started < 5
+
+
+async def test_dead_letters_are_there_to_look_at() -> None:
+    service, _ = shop()
+    async with TestService(service) as t:
+        assert t.dead_letters("orders") == []
+        await t.send("orders", Order(id=1, total=-1))
+        await t.drain()
+        (letter,) = t.dead_letters("orders")
+        assert letter.reason == "ExplicitNack"
+        assert letter.error == "negative"
+        assert letter.channel == "orders"
+
+
+async def test_time_passes_only_when_told() -> None:
+    service, _ = shop()
+    async with TestService(service) as t:
+        await t.send("orders", Order(id=1), delay=60)
+        await t.settle()
+        assert t.handled(Orders.place) == []
+        await t.advance(59)
+        assert t.handled(Orders.place) == []
+        await t.advance(1)
+        assert len(t.handled(Orders.place)) == 1
+
+
+async def test_a_wait_without_end_is_an_error_and_not_a_hang() -> None:
+    service, _ = shop()
+    async with TestService(service) as t:
+        service.pause("orders")
+        await t.send("orders", Order(id=1))
+        with pytest.raises(AssertionError, match=r"orders: 1.*paused"):
+            await t.drain()
+
+
+async def test_a_function_that_is_no_handler_is_refused() -> None:
+    service, _ = shop()
+    async with TestService(service) as t:
+        with pytest.raises(AssertionError, match="not a handler"):
+            t.handled(print)
+
+
+async def test_batches_topics_and_sync_handlers() -> None:
+    prices: Channel[float] = Channel("prices", float, broadcast=True)
+
+    @consume("rows", batch_size=2, batch_wait=5)
+    async def store(rows: list[dict[str, int]], messages: list[Message]) -> None: ...
+
+    @consume(prices, group="a")
+    def show(price: float, tenant: Annotated[str, Header()] = "none") -> None:
+        if price < 0:
+            raise Reject
+
+    service = QueueService(Settings(type="native"))
+    service.register(store)
+    service.register(show)
+    async with TestService(service) as t:
+        await t.send_many("rows", [{"n": 1}, {"n": 2}, {"n": 3}])
+        await t.publish(prices, 1.5)
+        await t.publish(prices, -1.5)
+        await t.drain()
+        assert [call.body for call in t.handled(store)] == [[{"n": 1}, {"n": 2}], [{"n": 3}]]
+        assert [call.body for call in t.handled(show)] == [1.5, -1.5]
+        assert isinstance(t.handled(show)[1].error, Reject)
+        assert t.dead_letters("prices")[0].group == "a"
+
+
+async def test_what_the_configured_backend_cannot_do_is_refused_here_too() -> None:
+    settings = Settings(type="native")
+    object.__setattr__(settings, "type", "kafka")  # as if its client were installed
+    service = QueueService(settings, backend=NativeBackend())
+    service.declare(Channel("orders", max_priority=9))
+    with pytest.raises(Unsupported, match="max_priority"):
+        async with TestService(service):
+            pass
+
+
+async def test_a_failing_start_leaves_the_loop_as_it_was() -> None:
+    before = asyncio.get_running_loop().time
+    service = QueueService(Settings(type="native", prefetch=1))
+
+    @consume("q", concurrency=5)
+    async def handler(body: object) -> None: ...
+
+    service.register(handler)
+    with pytest.raises(ValueError, match="prefetch"):
+        async with TestService(service):
+            pass
+    assert asyncio.get_running_loop().time == before
+
+
+async def test_the_fixture_takes_handlers(
+    qkit_service: Callable[..., Awaitable[TestService]], virtual_clock: VirtualClock
+) -> None:
+    t = await qkit_service(print_receipt, Orders())
+    await t.send("receipts", {"order": 7}, delay=WEEK)
+    await t.drain()
+    assert t.handled(print_receipt)[0].body == {"order": 7}
+    assert t.clock is virtual_clock
+
+
+async def test_the_fixture_takes_a_service(
+    qkit_service: Callable[..., Awaitable[TestService]],
+) -> None:
+    service, _ = shop()
+    t = await qkit_service(service)
+    assert t.service is service

@@ -1,0 +1,86 @@
+"""Both type checkers agree with the proofs, and would notice if they did not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import qkit
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+MARK = re.compile(r"  # type: ignore\[.*$", re.MULTILINE)
+
+
+def mypy(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mypy", "--strict", "--warn-unused-ignores", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def pyright(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pyright", "-p", str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def lines_with_errors(output: str) -> set[int]:
+    return {int(line) for line in re.findall(r"proofs\.py:(\d+)(?::\d+)?(?: -|:) error", output)}
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """The proofs without their ignore comments, beside a copy of the configuration."""
+    (tmp_path / "proofs.py").write_text(MARK.sub("", (HERE / "proofs.py").read_text()))
+    config = (HERE / "pyrightconfig.json").read_text().replace('"../.."', f'"{ROOT}"')
+    (tmp_path / "pyrightconfig.json").write_text(config)
+    return tmp_path
+
+
+EXPECTED = {
+    number
+    for number, line in enumerate((HERE / "proofs.py").read_text().splitlines(), 1)
+    if MARK.search(line)
+}
+
+
+def test_there_are_enough_expected_errors() -> None:
+    assert len(EXPECTED) >= 25
+
+
+@pytest.mark.slow
+def test_mypy_finds_exactly_the_expected_errors(bare: Path) -> None:
+    clean = mypy(HERE / "proofs.py")
+    assert clean.returncode == 0, clean.stdout
+    assert lines_with_errors(mypy(bare / "proofs.py").stdout) == EXPECTED
+
+
+@pytest.mark.slow
+def test_pyright_finds_exactly_the_expected_errors(bare: Path) -> None:
+    clean = pyright(HERE)
+    assert clean.returncode == 0, clean.stdout
+    assert lines_with_errors(pyright(bare).stdout) == EXPECTED
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files("qkit").joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("name", qkit.__all__)
+def test_what_is_exported_is_importable_and_documented(name: str) -> None:
+    item = getattr(qkit, name)
+    documentation = getattr(item, "__doc__", None)
+    if name in {"CallNext", "Middleware"}:  # type aliases: documented where they are used
+        assert name in (ROOT / "docs" / "api.md").read_text()
+        return
+    assert documentation, f"qkit.{name} has no docstring"
+
+
+def test_every_export_has_an_example_in_the_reference() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    missing = [name for name in qkit.__all__ if not re.search(rf"\b{name}\b", code)]
+    assert not missing, f"docs/api.md shows no use of {missing}"
