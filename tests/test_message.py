@@ -77,13 +77,18 @@ def test_ids_are_unique_across_threads() -> None:
 
 
 def test_ids_are_unique_after_a_fork() -> None:
-    new_id()  # so that a child that went on with its parent's numbers would repeat them
+    now = time.time_ns()
+
+    def frozen() -> int:  # within one millisecond, a child could go on with its parent's numbers
+        return now
+
+    new_id(frozen)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:  # pragma: no cover  # the child is not measured
-        os.write(writer, "\n".join(new_id() for _ in range(500)).encode())
+        os.write(writer, "\n".join(new_id(frozen) for _ in range(500)).encode())
         os._exit(0)
-    mine = [new_id() for _ in range(500)]
+    mine = [new_id(frozen) for _ in range(500)]
     os.close(writer)
     with os.fdopen(reader) as pipe:
         theirs = pipe.read().split()

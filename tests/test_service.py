@@ -146,10 +146,14 @@ async def test_a_start_that_fails_closes_the_backend_and_may_be_tried_again(
         await service.start()
     assert backend.names() == ["start", "aclose"]
     assert service.health_check().last_error == "BackendUnavailable: refused"
-    backend.script("declare", None, QueueError("no such luck"))
+    service.declare(Channel("audit"))
+    backend.script("declare", None, None, QueueError("no such luck"))
     with pytest.raises(QueueError, match="no such luck"):
         await service.start()
+    backend.calls.clear()
     async with service:
+        declared = {name for call, name in backend.calls if call == "declare"}
+        assert declared == {"orders", "orders_dlq", "audit", "audit_dlq"}
         await service.send("orders", 1)
         await virtual_clock.advance(1)
         assert service.ready

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ShutdownSettings,
     )
     from qkit.dead_letters import DeadLetters
+    from qkit.decorators import ConsumeMetadata, QueueMetadata, channel, consume
     from qkit.errors import (
         AckDeadlineExceeded,
         BackendUnavailable,
@@ -63,16 +64,9 @@ if TYPE_CHECKING:
     from qkit.logs import JsonFormatter
     from qkit.message import DeadLetter, Envelope, Message, Reason, Sent
     from qkit.outgoing import SendOptions
-    from qkit.registry import (
-        ConsumeMetadata,
-        Handler,
-        Header,
-        ParamMetadata,
-        QueueMetadata,
-        channel,
-        consume,
-    )
+    from qkit.registry import Handler
     from qkit.service import QueueService
+    from qkit.signatures import Header, ParamMetadata
     from qkit.sync import SyncDeadLetters, SyncQueueService
 
 __version__ = "0.1.0"
@@ -235,15 +229,9 @@ _HOMES = {
         "Sent",
     ),
     "qkit.outgoing": ("SendOptions",),
-    "qkit.registry": (
-        "ConsumeMetadata",
-        "Handler",
-        "Header",
-        "ParamMetadata",
-        "QueueMetadata",
-        "channel",
-        "consume",
-    ),
+    "qkit.decorators": ("ConsumeMetadata", "QueueMetadata", "channel", "consume"),
+    "qkit.registry": ("Handler",),
+    "qkit.signatures": ("Header", "ParamMetadata"),
     "qkit.service": ("QueueService",),
     "qkit.sync": (
         "SyncDeadLetters",

@@ -1,4 +1,4 @@
-"""A handler's consumer: subscribe, fetch up to the free slots, run handlers, keep leases, drain.
+"""A handler's consumer: its subscription, opened again whenever it breaks, and its steering.
 
 Stop fetching is not stop working: ``stop`` ends the first and lets running handlers finish,
 ``abandon`` cancels those that did not. A subscription that breaks is opened again with backoff.
@@ -11,19 +11,18 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from qkit.backend import Backend, Subscription, SubscriptionSpec
+from qkit.backend import Backend, SubscriptionSpec
 from qkit.clock import Clock
-from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueError
-from qkit.executor import ABANDON, DONE, Executor, Job, Outcome, Pause
+from qkit.errors import BackendUnavailable
+from qkit.executor import Executor, Pause
 from qkit.health import ChannelCounters, Connection, ConsumerHealth
-from qkit.intake import Intake
 from qkit.logs import logger
 from qkit.retry import Backoff
+from qkit.session import Session
 from qkit.settlement import Settlement
 
 __all__ = ["Consumer"]
 
-RENEWALS_PER_LEASE = 3
 REST = Backoff(initial=1.0, multiplier=2.0, maximum=60.0, jitter=0.1)
 RESUBSCRIBE = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
 STEADY = 5.0  # a subscription that lasted so many seconds worked: its end begins a new count
@@ -67,7 +66,7 @@ class Consumer:
         self._backend = backend
         self._declare = declare
         self._connection = connection
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self._paused = False
         self._resting: asyncio.TimerHandle | None = None
         self._outages = 0
@@ -113,7 +112,7 @@ class Consumer:
                 async with self._backend.subscribe(self.spec) as subscription:
                     opened = self.clock.monotonic()
                     self._connection.worked()
-                    self._session = _Session(self, subscription)
+                    self._session = Session(self, subscription)
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
@@ -191,276 +190,3 @@ class Consumer:
     def _interrupt(self) -> None:
         if self._session is not None:
             self._session.interrupt()
-
-
-class _Session:
-    """One subscription's life: its fetcher, its workers, and the renewal of its leases."""
-
-    def __init__(self, consumer: Consumer, subscription: Subscription) -> None:
-        self._consumer = consumer
-        self._subscription = subscription
-        self._executor = consumer.executor
-        self._settlement = consumer.settlement
-        self._counters = consumer.counters
-        self._room = asyncio.Event()  # the fetcher should look again
-        self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
-        self._holding = asyncio.Event()  # there are leases to renew
-        self._receiving: asyncio.Timeout | None = None
-        self._withdrawn: list[Job] = []
-        self._abandoned = asyncio.get_running_loop().create_future()
-
-    @property
-    def held(self) -> set[Job]:
-        """Every unsettled delivery."""
-        return self._intake.held
-
-    async def run(self) -> None:
-        """Fetch and work until the consumer stops; raises when the subscription breaks."""
-        metadata = self._executor.handler.metadata
-        name = f"qkit {self._consumer.channel} {self._consumer.group}"
-        async with asyncio.TaskGroup() as tasks:
-            # First, so that its timer runs before a handler can block the loop.
-            renewer = tasks.create_task(self._renew(), name=f"{name} leases")
-            workers = [
-                tasks.create_task(
-                    self._work_batches() if metadata.batch_size else self._work(),
-                    name=f"{name} #{number}",
-                )
-                for number in range(metadata.concurrency)
-            ]
-            try:
-                broken = await self._fetch_to_the_end()
-                self._intake.close()
-                await asyncio.wait(workers)
-            except asyncio.CancelledError:
-                self._end()
-                raise
-            renewer.cancel()
-        if broken is not None:
-            raise broken
-
-    async def _fetch_to_the_end(self) -> Exception | None:
-        """Fetch until the consumer stops or the subscription breaks; then the answer is why."""
-        try:
-            await self._fetch()
-            await self._give_back()
-            await self._subscription.stop()
-        except Exception as error:
-            # What a broken subscription delivered cannot be settled: its handlers stop.
-            for job in self.held:
-                self._lose(job)
-            self._intake.withdraw()
-            return error
-        return None
-
-    def _end(self) -> None:
-        """The task group cancels the workers: let them give back what they hold, and end."""
-        for job in self.held:
-            job.abandoned = True
-        self._intake.withdraw()
-        self._intake.close()
-
-    def interrupt(self) -> None:
-        """The consumer's state changed: take back what has not started, let the fetcher look."""
-        if self._consumer.quiet or self._consumer.stopping:
-            self._withdrawn += self._intake.withdraw()
-        self._room.set()
-        if self._receiving is not None and not self._receiving.expired():
-            self._receiving.reschedule(asyncio.get_running_loop().time())
-
-    def abandon(self) -> int:
-        """Cancel every running handler; return how many."""
-        # Each once: a handler that cleans up after itself is not to be cancelled in that.
-        running = [job for job in self.held if job.task is not None and not job.abandoned]
-        for job in running:
-            job.abandoned = True
-        for task in {job.task for job in running if job.task is not None}:
-            task.cancel()
-        if not self._abandoned.done():
-            self._abandoned.set_result(None)
-        return len(running)
-
-    # -- fetching ----------------------------------------------------------------------------
-
-    async def _fetch(self) -> None:
-        while not self._consumer.stopping:
-            await self._give_back()
-            limit = self._free()
-            if limit <= 0 or self._consumer.quiet:
-                self._room.clear()
-                await self._room.wait()
-                continue
-            self._consumer.last_poll_at = self._consumer.clock.time()
-            try:
-                async with asyncio.timeout(None) as self._receiving:
-                    deliveries = await self._subscription.receive(limit)
-            except TimeoutError:
-                if self._receiving is None or not self._receiving.expired():
-                    raise
-                continue  # interrupted; receive is safe to cancel
-            finally:
-                self._receiving = None
-            self._counters.received += len(deliveries)
-            self._holding.set()  # before a handler runs, which may block the loop at once
-            self._intake.take(deliveries)
-            if self._consumer.quiet or self._consumer.stopping:
-                self._withdrawn += self._intake.withdraw()
-
-    def _free(self) -> int:
-        """How many more to ask for; none while so few fit that asking is not worth its cost."""
-        prefetch = 1 if self._consumer.probing else self._consumer.spec.prefetch
-        free = prefetch - len(self.held)
-        return free if self._intake.empty or free * 2 >= prefetch else 0
-
-    async def _give_back(self) -> None:
-        """Release what was withdrawn, uncharged, so that others can have it."""
-        while self._withdrawn:
-            job = self._withdrawn.pop()
-            if not job.lost:
-                await self._settlement.settle(self._subscription, job.delivery, ABANDON)
-            self._finish(job)
-
-    def _finish(self, job: Job) -> None:
-        self._intake.finish(job)
-        self._look_again()
-
-    def _look_again(self) -> None:
-        if self._free() > 0:
-            self._room.set()
-
-    # -- working -----------------------------------------------------------------------------
-
-    async def _work(self) -> None:
-        task = _current_task()
-        while (job := await self._intake.next()) is not None:
-            if job.lost:
-                self._log_lost(job)
-                self._finish(job)
-                continue
-            job.task = task
-            self._counters.in_flight += 1
-            try:
-                outcome = await self._executor.run(job)
-            except asyncio.CancelledError:
-                if not job.stopped:
-                    raise
-                outcome = ABANDON
-            finally:
-                job.task = None
-                self._counters.in_flight -= 1
-            await self._conclude(task, job, outcome)
-            if job.thread is not None:
-                await self._outlive(job.thread)
-
-    async def _work_batches(self) -> None:
-        task = _current_task()
-        metadata = self._executor.handler.metadata
-        size, wait = metadata.batch_size or 1, metadata.batch_wait
-        while gathered := await self._intake.next_batch(size, wait):
-            jobs = [job for job in gathered if not job.lost]
-            for job in gathered:
-                if job.lost:
-                    self._log_lost(job)
-                    self._finish(job)
-            if not jobs:
-                continue
-            for job in jobs:
-                job.task = task
-            self._counters.in_flight += len(jobs)
-            try:
-                outcomes = await self._executor.run_batch(jobs)
-            except asyncio.CancelledError:
-                if not any(job.stopped for job in jobs):
-                    raise
-                outcomes = [ABANDON for _ in jobs]
-            finally:
-                for job in jobs:
-                    job.task = None
-                self._counters.in_flight -= len(jobs)
-            for job, outcome in zip(jobs, outcomes, strict=True):
-                await self._conclude(task, job, outcome)
-            for job in jobs:  # an inline retry of some of them has a thread of its own
-                if job.thread is not None:
-                    await self._outlive(job.thread)
-
-    async def _conclude(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
-        """Settle, out of reach of any cancellation that was meant for the handler."""
-        if job.stopped:
-            while task.cancelling():
-                task.uncancel()
-        if job.lost:
-            self._log_lost(job)
-        else:
-            if job.abandoned and outcome is not DONE:
-                outcome = ABANDON  # however it put it, it failed because it was cancelled
-            if outcome is DONE:
-                if self._consumer.probing:
-                    self._consumer.recovered()
-            elif isinstance(outcome, Pause):
-                outcome = self._consumer.rest(outcome)
-            await self._settlement.settle(self._subscription, job.delivery, outcome)
-        self._finish(job)
-
-    async def _outlive(self, thread: asyncio.Future[object]) -> None:
-        """Keep the slot until a synchronous handler's thread returns: it cannot be stopped."""
-        if not thread.done():
-            await asyncio.wait({thread, self._abandoned}, return_when=asyncio.FIRST_COMPLETED)
-            if not thread.done():
-                thread.cancel()  # the thread goes on; its result concerns nobody any more
-                logger.warning(
-                    "%s: a synchronous handler of %s is still running and is left behind",
-                    self._consumer.channel,
-                    self._consumer.group,
-                    extra={"queue": self._consumer.channel, "consumer": self._consumer.group},
-                )
-
-    # -- leases ------------------------------------------------------------------------------
-
-    async def _renew(self) -> None:
-        """Extend every lease that is held, three times in its length.
-
-        On backends that run in this loop a blocked loop blocks expiry too, and expiry waits until
-        overdue renewals have run; so this needs no thread.
-        """
-        lease = self._consumer.lease
-        while lease is not None:
-            if not self.held:  # an idle consumer needs no timer
-                self._holding.clear()
-                await self._holding.wait()
-            await asyncio.sleep(lease / RENEWALS_PER_LEASE)
-            for job in list(self.held):
-                if job.lost or job not in self.held:
-                    continue
-                try:
-                    await self._subscription.extend(job.delivery, lease)
-                except (AckDeadlineExceeded, MessageNotFound):
-                    if job in self.held:
-                        self._lose(job)
-                except QueueError as error:
-                    logger.warning(
-                        "%s: a lease could not be renewed: %s", self._consumer.channel, error
-                    )
-
-    def _lose(self, job: Job) -> None:
-        job.lost = True
-        if job.task is not None:
-            job.task.cancel()
-
-    def _log_lost(self, job: Job) -> None:
-        logger.warning(
-            "%s: the lease of message %s was lost, its handler was stopped",
-            self._consumer.channel,
-            job.delivery.envelope.id,
-            extra={
-                "queue": self._consumer.channel,
-                "consumer": self._consumer.spec.consumer,
-                "message_id": job.delivery.envelope.id,
-                "attempt": job.delivery.envelope.attempt,
-            },
-        )
-
-
-def _current_task() -> asyncio.Task[None]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task

@@ -31,8 +31,9 @@ from qkit.errors import (
     Unavailable,
 )
 from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason
-from qkit.registry import MISSING, Handler, ParamMetadata
+from qkit.registry import Handler
 from qkit.retry import RetryPolicy
+from qkit.signatures import MISSING, ParamMetadata
 from qkit.telemetry import Telemetry
 from qkit.threads import HandlerThreads
 

@@ -1,111 +1,22 @@
-"""Decorators, the metadata they store, and the registry that turns both into handlers.
-
-A decorator only leaves a note on the function or class; nothing is resolved until ``register``,
-when every annotation exists. There a handler whose parameters cannot be filled is refused.
-"""
+"""The registry: channels by name, and the handlers found in what a user registers."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
-import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Final, Literal, TypeVar, Unpack, cast, get_args, get_origin, overload
+from dataclasses import dataclass
+from typing import cast, get_args
 
-from qkit.channels import Channel, ChannelOptions, caller_place
-from qkit.errors import ConfigError, HandlerError
+from qkit.channels import Channel
+from qkit.decorators import ConsumeMetadata, QueueMetadata
+from qkit.errors import ConfigError
 from qkit.logs import logger
-from qkit.message import Message, check_name
+from qkit.message import check_name
+from qkit.signatures import ParamMetadata, is_async, params_of, qualified_name
 
-__all__ = [
-    "ConsumeMetadata",
-    "Handler",
-    "Header",
-    "ParamMetadata",
-    "QueueMetadata",
-    "Registry",
-    "channel",
-    "consume",
-]
-
-F = TypeVar("F", bound=Callable[..., object])
-C = TypeVar("C")
-T = TypeVar("T")
-
-_QUEUE_NOTE = "__qkit_queue__"
-_CONSUME_NOTE = "__qkit_consume__"
-MISSING: Final = inspect.Parameter.empty
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """Marks a parameter that a header fills: ``tenant: Annotated[str, Header("tenant")]``.
-
-    Without a name it is the parameter's, with ``-`` for ``_``. The annotated type converts it.
-    """
-
-    name: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QueueMetadata:
-    """What ``@channel`` stores on a class.
-
-    >>> @channel("orders", prefetch=20)
-    ... class Orders: ...
-    >>> QueueMetadata.of(Orders).channel
-    Channel('orders')
-    """
-
-    channel: Channel[object]
-    owner: str
-    place: str
-
-    @staticmethod
-    def of(target: type) -> QueueMetadata | None:
-        """The metadata of a decorated class, its own or inherited; ``None`` if there is none."""
-        note = getattr(target, _QUEUE_NOTE, None)
-        return note if isinstance(note, QueueMetadata) else None
-
-
-@dataclass(frozen=True, slots=True)
-class ConsumeMetadata:
-    """What ``@consume`` stores on a function or method.
-
-    >>> @consume("audit", concurrency=4)
-    ... def audit(entry: dict) -> None: ...
-    >>> ConsumeMetadata.of(audit).concurrency
-    4
-    """
-
-    channel: Channel[object] | None
-    group: str | None
-    concurrency: int
-    timeout: float | None
-    batch_size: int | None
-    batch_wait: float
-    place: str
-
-    @staticmethod
-    def of(target: object) -> ConsumeMetadata | None:
-        """The metadata of a decorated function or method; ``None`` if there is none."""
-        note = getattr(target, _CONSUME_NOTE, None)
-        return note if isinstance(note, ConsumeMetadata) else None  # a mock has every attribute
-
-
-@dataclass(frozen=True, slots=True)
-class ParamMetadata:
-    """How one parameter of a handler is filled: from the body, the message, or a header."""
-
-    name: str
-    kind: Literal["body", "message", "header"]
-    type: object
-    keyword_only: bool = False
-    header: str | None = None
-    default: object = field(default=MISSING)
+__all__ = ["Handler", "Registry"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,127 +44,6 @@ class Handler:
         if self.metadata.batch_size is not None:
             return (*get_args(self.body.type), object)[0]
         return self.body.type
-
-
-def channel(
-    name: str | Channel[T], /, **options: Unpack[ChannelOptions]
-) -> Callable[[type[C]], type[C]]:
-    """Bind a class to a channel: its ``@consume`` methods handle what is sent there.
-
-    >>> @channel("orders", prefetch=20, dead_letter=True)
-    ... class Orders:
-    ...     @consume(concurrency=8)
-    ...     async def place(self, order: dict) -> None: ...
-
-    Raises ``InvalidName`` and ``ConfigError`` as ``Channel`` does.
-    """
-    bound = _channel(name, options)
-    place = caller_place()
-
-    def decorate(target: type[C]) -> type[C]:
-        if not isinstance(target, type):
-            raise ConfigError(
-                f"@channel({bound.name!r}) goes on a class, not on {target!r}; "
-                f"a function is bound by @consume({bound.name!r})"
-            )
-        setattr(target, _QUEUE_NOTE, QueueMetadata(bound, target.__qualname__, place))
-        return target
-
-    return decorate
-
-
-@overload
-def consume(target: F, /) -> F: ...
-@overload
-def consume(
-    target: str | Channel[T] | None = None,
-    /,
-    *,
-    group: str | None = None,
-    concurrency: int = 1,
-    timeout: float | None = None,
-    batch_size: int | None = None,
-    batch_wait: float = 0.5,
-    **options: Unpack[ChannelOptions],
-) -> Callable[[F], F]: ...
-def consume(
-    target: object = None,
-    /,
-    *,
-    group: str | None = None,
-    concurrency: int = 1,
-    timeout: float | None = None,
-    batch_size: int | None = None,
-    batch_wait: float = 0.5,
-    **options: Unpack[ChannelOptions],
-) -> F | Callable[[F], F]:
-    """Make a function, or a method of a ``@channel`` class, a handler; its signature stays.
-
-    ``group`` is its share of a topic (default: its qualified name), ``concurrency`` how many
-    calls run at once in this process, ``timeout`` the seconds after which a call has failed.
-    With ``batch_size`` it takes a ``list[…]`` of that many messages, or of those that came within
-    ``batch_wait`` seconds. A channel's options may be given beside its name.
-
-    >>> @consume("audit", concurrency=4, dead_letter=False)
-    ... async def audit(entry: dict) -> None: ...
-
-    Raises ``ConfigError`` for values that cannot work.
-    """
-    if target is not None and not isinstance(target, str | Channel):
-        return _note(
-            cast("F", target), ConsumeMetadata(None, None, 1, None, None, 0.5, caller_place())
-        )
-    name = cast("str | Channel[object] | None", target)
-    if name is None and options:
-        raise ConfigError(
-            f"@consume({', '.join(options)}=…) sets options of a channel but names none; give "
-            "them to @channel on the class, or name the channel"
-        )
-    _check("concurrency", concurrency, int, 1, 10_000)
-    _check("timeout", timeout, float, 0.001, None)
-    _check("batch_size", batch_size, int, 1, 1000)
-    _check("batch_wait", batch_wait, float, 0, 3600)
-    metadata = ConsumeMetadata(
-        channel=None if name is None else _channel(name, options),
-        group=None if group is None else check_name(group, "group"),
-        concurrency=concurrency,
-        timeout=timeout,
-        batch_size=batch_size,
-        batch_wait=batch_wait,
-        place=caller_place(),
-    )
-    return lambda function: _note(function, metadata)
-
-
-def _note(function: F, metadata: ConsumeMetadata) -> F:
-    # Above @staticmethod or @classmethod: the note goes where it is looked for.
-    noted: object = getattr(function, "__func__", function)
-    if isinstance(noted, type) or not callable(noted):
-        raise ConfigError(f"@consume goes on a function or method, not on {function!r}")
-    setattr(noted, _CONSUME_NOTE, metadata)
-    return function
-
-
-def _channel(name: str | Channel[T], options: ChannelOptions) -> Channel[object]:
-    if not isinstance(name, Channel):
-        return Channel(name, **options)
-    if options:
-        raise ConfigError(
-            f"{name!r} is given together with {', '.join(options)}; a Channel carries its options"
-        )
-    return cast("Channel[object]", name)
-
-
-def _check(name: str, value: object, kind: type, low: float, high: float | None) -> None:
-    if value is None:
-        return
-    allowed = (int, float) if kind is float else (int,)
-    if isinstance(value, bool) or not isinstance(value, allowed):
-        word = "a number" if kind is float else "a whole number"
-        raise ConfigError(f"@consume({name}={value!r}): {name} is {word}")
-    if not value >= low or (high is not None and value > high):  # nan is refused too
-        limit = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
-        raise ConfigError(f"@consume({name}={value!r}): {name} is {limit}")
 
 
 class Registry:
@@ -295,7 +85,7 @@ class Registry:
     def _add(
         self, call: Callable[..., object], metadata: ConsumeMetadata, queue: Channel[object] | None
     ) -> Handler:
-        name = _name(call)
+        name = qualified_name(call)
         bound = metadata.channel or queue
         if bound is None:
             raise ConfigError(
@@ -319,8 +109,8 @@ class Registry:
             channel=declared.name,
             group=group,
             call=call,
-            is_async=_is_async(call, name),
-            params=_params(call, name, batch=metadata.batch_size is not None),
+            is_async=is_async(call, name),
+            params=params_of(call, name, batch=metadata.batch_size is not None),
             metadata=metadata,
         )
         self.handlers.append(handler)
@@ -385,96 +175,3 @@ def _methods(instance: object) -> Iterator[_Found]:
 def _group_name(qualified: str) -> str:
     """A handler's qualified name as a group's name can be: without ``<locals>`` and the like."""
     return check_name(re.sub(r"[^A-Za-z0-9._-]", "", qualified.replace(".<locals>", "")), "group")
-
-
-def _layers(call: Callable[..., object]) -> list[Callable[..., object]]:
-    """``call`` and what is behind it: partials, decorators, callable objects, to the function."""
-    layers = [call]
-    while True:
-        last = layers[-1]
-        if isinstance(last, functools.partial):
-            layers.append(last.func)
-        elif callable(wrapped := getattr(last, "__wrapped__", None)):
-            layers.append(wrapped)
-        elif not inspect.isroutine(last):
-            layers.append(type(last).__call__)
-        else:
-            return layers
-
-
-def _name(call: Callable[..., object]) -> str:
-    """A handler's qualified name; an address would make another group of it in every process."""
-    names = (getattr(layer, "__qualname__", None) for layer in _layers(call))
-    return next(name for name in names if isinstance(name, str))
-
-
-def _is_async(call: Callable[..., object], name: str) -> bool:
-    layers = _layers(call)
-    if inspect.isasyncgenfunction(layers[-1]) or inspect.isgeneratorfunction(layers[-1]):
-        raise HandlerError(f"{name} is a generator: a handler returns, it does not yield")
-    # Any of them: an async decorator may wrap a plain function, and a plain one an async.
-    return any(inspect.iscoroutinefunction(layer) for layer in layers)
-
-
-def _params(call: Callable[..., object], name: str, *, batch: bool) -> tuple[ParamMetadata, ...]:
-    """How each parameter is filled, or ``HandlerError`` saying which cannot be, and why."""
-    try:
-        signature = inspect.signature(call)
-        hints = typing.get_type_hints(_layers(call)[-1], include_extras=True)
-    except Exception as error:  # evaluating an annotation can raise anything
-        raise HandlerError(
-            f"{name}: its annotations cannot be read: {error}; import the types they name at "
-            "run time, not only for type checking"
-        ) from error
-    params: list[ParamMetadata] = []
-    for parameter in signature.parameters.values():
-        params.append(_param(parameter, hints.get(parameter.name, object), name, batch=batch))
-    bodies = [param.name for param in params if param.kind == "body"]
-    if len(bodies) > 1:
-        raise HandlerError(
-            f"{name}: parameters {bodies[0]!r} and {bodies[1]!r} would both take the body; "
-            f"annotate {bodies[1]!r} as Annotated[…, Header()] if it is a header, or as Message"
-        )
-    return tuple(params)
-
-
-def _param(parameter: inspect.Parameter, hint: object, name: str, *, batch: bool) -> ParamMetadata:
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-        raise HandlerError(
-            f"{name}: parameter {parameter} takes any number of arguments; a handler has one "
-            "parameter for the body, and others annotated as Message or Annotated[…, Header()]"
-        )
-    keyword_only = parameter.kind is parameter.KEYWORD_ONLY
-    if hint == (list[Message] if batch else Message):
-        return ParamMetadata(parameter.name, "message", hint, keyword_only)
-    if hint is Message:
-        raise HandlerError(
-            f"{name}: parameter {parameter.name!r} is one Message, but the handler takes batches; "
-            "annotate it as list[Message]"
-        )
-    if get_origin(hint) is Annotated:
-        inner, *marks = get_args(hint)
-        for mark in marks:
-            if mark is Header or isinstance(mark, Header):
-                if batch:
-                    raise HandlerError(
-                        f"{name}: parameter {parameter.name!r} is a header, but a batch has the "
-                        "headers of many messages; take list[Message] and read them there"
-                    )
-                given = mark.name if isinstance(mark, Header) else None
-                header = given or parameter.name.replace("_", "-")
-                others = tuple(other for other in marks if other is not mark)  # constraints
-                kind = Annotated[(inner, *others)] if others else inner
-                return ParamMetadata(
-                    parameter.name, "header", kind, keyword_only, header, parameter.default
-                )
-    if parameter.default is not MISSING:
-        raise HandlerError(
-            f"{name}: parameter {parameter.name!r} has a default, so it is not the body; annotate "
-            "it as Annotated[…, Header()] if a header fills it, or drop it"
-        )
-    if batch and get_origin(hint) is not list:
-        raise HandlerError(
-            f"{name}: parameter {parameter.name!r} takes a batch; annotate it as list[…]"
-        )
-    return ParamMetadata(parameter.name, "body", hint, keyword_only)

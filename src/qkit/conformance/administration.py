@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from qkit.conformance.harness import Harness, Serve, requires
+from qkit.decorators import consume
 from qkit.errors import InvalidName, QueueNotFound, Reject
 from qkit.message import Message
-from qkit.registry import consume
 
 __all__ = ["Administration"]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from qkit.backend import Backend, Delivery, Subscription
 from qkit.conformance.harness import Harness, NewBackend, Serve, bodies, requires
 from qkit.conformance.tampering import Tampered
-from qkit.registry import consume
+from qkit.decorators import consume
 
 __all__ = ["Deliveries"]
 

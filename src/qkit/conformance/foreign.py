@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, Serve, requires
 from qkit.conformance.sending import collecting
+from qkit.decorators import consume
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Message, Reason, new_id
-from qkit.registry import consume
 
 __all__ = ["Foreign"]
 

@@ -11,8 +11,8 @@ import pytest
 from qkit.channels import Channel
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, Serve, requires
+from qkit.decorators import channel, consume
 from qkit.message import Message
-from qkit.registry import channel, consume
 
 __all__ = ["Handlers"]
 

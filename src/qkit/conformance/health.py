@@ -11,9 +11,9 @@ from qkit.backend import Backend
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, QueueError, Reject
 from qkit.message import Message
-from qkit.registry import consume
 
 __all__ = ["HealthAndMetrics"]
 

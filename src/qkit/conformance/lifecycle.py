@@ -11,9 +11,9 @@ import pytest
 
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
+from qkit.decorators import consume
 from qkit.errors import LifecycleError
 from qkit.message import Message
-from qkit.registry import consume
 from qkit.testing.clock import VirtualClock
 
 __all__ = ["Lifecycle"]

@@ -12,9 +12,9 @@ from qkit.backend import Backend, QueueSpec
 from qkit.channels import Channel
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.sending import Spied
+from qkit.decorators import channel, consume
 from qkit.errors import InvalidName, QueueError, Reject
 from qkit.message import Message
-from qkit.registry import channel, consume
 
 __all__ = ["Names"]
 

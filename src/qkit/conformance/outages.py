@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from qkit.backend import Backend, Delivery, Subscription
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import (
     BackendUnavailable,
     BatchError,
@@ -17,7 +18,6 @@ from qkit.errors import (
     Unavailable,
 )
 from qkit.message import Envelope, Message, Sent
-from qkit.registry import consume
 
 __all__ = ["Outages"]
 

@@ -10,10 +10,10 @@ from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import BackendUnavailable
 from qkit.events import Reconnected, StateChanged
 from qkit.message import Envelope, Message, Sent
-from qkit.registry import consume
 
 __all__ = ["Reconnect"]
 

@@ -13,9 +13,9 @@ from qkit.channels import Channel
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import ConfigError, Unsupported
 from qkit.message import Envelope, Sent
-from qkit.registry import consume
 from qkit.service import QueueService
 
 __all__ = ["Refusals"]

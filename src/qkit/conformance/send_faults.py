@@ -10,9 +10,9 @@ import pytest
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, NewBackend, Serve
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueFull, SendTimeout
 from qkit.message import Envelope, Message, Sent
-from qkit.registry import consume
 from qkit.service import QueueService
 
 __all__ = ["SendFaults"]

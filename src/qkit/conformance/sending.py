@@ -15,9 +15,9 @@ from qkit.backend import Backend
 from qkit.channels import Channel
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.tampering import Tampered
+from qkit.decorators import consume
 from qkit.errors import ConfigError, InvalidBody, InvalidPriority
 from qkit.message import Envelope, Message, Sent
-from qkit.registry import consume
 
 __all__ = ["Sending", "Spied", "collecting"]
 

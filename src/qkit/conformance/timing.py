@@ -9,8 +9,8 @@ from qkit.backend import Backend
 from qkit.channels import Channel
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, Serve, bodies, requires
+from qkit.decorators import consume
 from qkit.message import Envelope, Message, Reason, new_id
-from qkit.registry import consume
 
 __all__ = ["Timing"]
 

@@ -6,9 +6,9 @@ import pytest
 
 from qkit.channels import Channel
 from qkit.conformance.harness import Harness, Serve, requires
+from qkit.decorators import consume
 from qkit.errors import Reject, Unsupported
 from qkit.message import Message
-from qkit.registry import consume
 
 __all__ = ["Topics"]
 
