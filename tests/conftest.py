@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
+from qkit.testing import VirtualClock
 from tests.support.brokers import broker_url
-from tests.support.clock import VirtualClock, virtual_clock  # noqa: F401  # a fixture
 from tests.support.requirements import SkippedProofs
 
 collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran

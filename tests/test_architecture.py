@@ -26,6 +26,8 @@ ORDER = [
     ["intake", "settlement"],
     ["session"],
     ["consumer", "outgoing", "sending", "dead_letters", "signals", "opening"],
+    ["producer"],
+    ["administration"],
     ["service"],
     ["sync"],
     ["__init__"],

@@ -23,8 +23,8 @@ from qkit.errors import (
 )
 from qkit.events import ShutDown
 from qkit.message import Envelope
+from qkit.testing.clock import VirtualClock
 from tests.support.backends import ScriptedBackend, can
-from tests.support.clock import VirtualClock
 from tests.support.services import failures, make_service, only_letter, until
 
 

@@ -23,7 +23,7 @@ from qkit import (
 )
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.message import Envelope
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 
 

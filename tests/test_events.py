@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from qkit.events import Event, Events, Reconnected, ShutDown
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 
 
 def test_a_listener_hears_its_event_and_no_other() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import qkit
 
 # What qkit stands on; their cost is not ours to change.
 LIBRARIES = "import asyncio, importlib.metadata, pydantic_settings, tenacity"
@@ -72,3 +75,8 @@ def test_using_it_loads_no_broker_library_and_no_opentelemetry(
         env=environment, capture_output=True, text=True, check=True, timeout=60,
     )  # fmt: skip
     assert not DRIVERS & set(json.loads(ran.stdout))
+
+
+def test_no_module_hides_a_name_that_is_exported() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(qkit.__path__)}
+    assert not modules & set(qkit.__all__)

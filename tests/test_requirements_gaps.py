@@ -14,7 +14,7 @@ from qkit.errors import MessageNotFound
 from qkit.message import Reason
 from qkit.native import Engine
 from qkit.native.config import QueueConfig
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 
 
 @pytest_asyncio.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, QueueFull, Retry
 from qkit.retry import Backoff, RetryPolicy, persist
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)
 

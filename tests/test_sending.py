@@ -26,7 +26,7 @@ from qkit.health import Connection, ConnectionState
 from qkit.message import Envelope, Sent, new_id
 from qkit.retry import Backoff
 from qkit.sending import MAX_GATHERED, Sender
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 TIMEOUT = 10.0

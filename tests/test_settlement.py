@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from qkit import Channel, Reject, consume
+from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
 from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueFull
 from qkit.events import DeadLettered, Events, Retried
@@ -16,7 +16,7 @@ from qkit.health import ChannelCounters, Connection
 from qkit.message import DeadLetter, Envelope, Reason
 from qkit.settlement import Settlement
 from tests.support.backends import ScriptedBackend
-from tests.support.services import failures, make_service
+from tests.support.services import failures, make_service, only_letter
 
 
 class Bench:
@@ -323,3 +323,21 @@ async def test_a_channel_without_dead_letters_drops_with_an_error(clock, caplog)
     assert [(event.letter.message_id, event.kept) for event in told] == [(sent.message_id, False)]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert [vars(record)["message_id"] for record in errors] == [sent.message_id]
+
+
+async def test_an_error_that_cannot_be_shown_ends_in_one_dead_letter(clock):
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    @consume("orders", retry=RetrySettings(max_attempts=2))
+    async def handle(order: object) -> None:
+        raise Broken
+
+    async with make_service(handle, clock=clock) as service:
+        await service.send("orders", 1)
+        await clock.advance(10)
+        letter = await only_letter(service, "orders")
+        assert letter.attempts == 2
+        assert "cannot be shown" in (letter.error or "")
+        assert service.health_check().status == "healthy"

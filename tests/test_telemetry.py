@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from qkit import Message, QueueService, Settings, consume
 from qkit.telemetry import Telemetry
-from tests.support.clock import VirtualClock
+from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

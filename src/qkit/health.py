@@ -10,6 +10,7 @@ from typing import Literal
 from qkit.clock import Clock
 from qkit.events import Events, Reconnected, StateChanged
 from qkit.logs import logger
+from qkit.message import error_text
 
 __all__ = [
     "ChannelMetrics",
@@ -131,7 +132,7 @@ class Connection:
 
     def failed(self, error: BaseException) -> None:
         """A call met a broken connection."""
-        self.last_error = f"{type(error).__name__}: {error}"
+        self.last_error = f"{type(error).__name__}: {error_text(error)}"
         if self.state is ConnectionState.CONNECTED or self.state is ConnectionState.CONNECTING:
             self.move(ConnectionState.DISCONNECTED)
 

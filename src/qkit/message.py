@@ -33,6 +33,7 @@ __all__ = [
     "Sent",
     "check_headers",
     "check_name",
+    "error_text",
     "is_plain",
     "new_id",
     "sent_at",
@@ -144,6 +145,7 @@ _DEAD_ERROR_TYPE = "qkit-dead-error-type"
 _DEAD_ERROR = "qkit-dead-error"
 _DEAD_ATTEMPTS = "qkit-dead-attempts"
 _DEAD_AT = "qkit-dead-at"
+_DEAD_PRIORITY = "qkit-dead-priority"
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,7 +198,7 @@ class DeadLetter:
             group=group,
             reason=reason,
             error_type=type(error).__qualname__ if error is not None else None,
-            error=_one_line(error) if error is not None else None,
+            error=error_text(error) if error is not None else None,
             attempts=envelope.attempt,
             first_failed_at=first,
             last_failed_at=at,
@@ -208,7 +210,10 @@ class DeadLetter:
         )
 
     def to_envelope(self) -> Envelope:
-        """The record as it lies in the dead-letter queue; it never expires or waits there."""
+        """The record as it lies in the dead-letter queue; it never expires or waits there.
+
+        Its priority is among the facts, not the envelope's own: dead letters lie by their age.
+        """
         headers = dict(self.headers)
         headers[_DEAD_CHANNEL] = self.channel
         headers[_DEAD_REASON] = self.reason
@@ -221,13 +226,16 @@ class DeadLetter:
             headers[_DEAD_ERROR_TYPE] = self.error_type
         if self.error is not None:
             headers[_DEAD_ERROR] = self.error
-        return Envelope(self.message_id, self.body, headers, key=self.key, priority=self.priority)
+        if self.priority is not None:
+            headers[_DEAD_PRIORITY] = str(self.priority)
+        return Envelope(self.message_id, self.body, headers, key=self.key)
 
     @classmethod
     def from_envelope(cls, envelope: Envelope, *, channel: str = "") -> DeadLetter:
         """Read a record back, also one that another program put there (then most is unknown)."""
         headers = dict(envelope.headers)
         at = _number(headers.pop(_DEAD_AT, None), sent_at(envelope.id) or 0.0)
+        priority = _number(headers.pop(_DEAD_PRIORITY, None), -1)
         return cls(
             message_id=envelope.id,
             channel=headers.pop(_DEAD_CHANNEL, channel),
@@ -242,7 +250,7 @@ class DeadLetter:
             body=envelope.body,
             headers=headers,
             key=envelope.key,
-            priority=envelope.priority,
+            priority=int(priority) if priority >= 0 else None,
         )
 
     def to_replay(self) -> Envelope:
@@ -363,8 +371,8 @@ def _number(text: str | None, default: float) -> float:
     return number if math.isfinite(number) else default
 
 
-def _one_line(error: BaseException) -> str:
-    """An error's text as a header can hold it: bounded, control characters made visible."""
+def error_text(error: BaseException) -> str:
+    """An error's text as a header or a log can hold it: bounded, control characters visible."""
     try:
         text = str(error)
     except Exception:  # a handler's exception may be broken itself; its message must still be kept

@@ -15,8 +15,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self, TypeVar, Unpack, cast, overload
 
+from qkit.administration import Administration
 from qkit.backend import (
-    Admin,
     Backend,
     Capabilities,
     DeadLetterSource,
@@ -29,7 +29,7 @@ from qkit.clock import Clock, SystemClock
 from qkit.config import Settings
 from qkit.consumer import Consumer
 from qkit.dead_letters import DeadLetters
-from qkit.errors import LifecycleError, PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.errors import LifecycleError, QueueNotFound
 from qkit.events import (
     DeadLettered,
     EventName,
@@ -42,9 +42,10 @@ from qkit.events import (
 from qkit.executor import Executor
 from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
 from qkit.logs import logger
-from qkit.message import GROUP, DeadLetter, Envelope, Message, Sent, check_name
+from qkit.message import DeadLetter, Message, Sent
 from qkit.opening import open_backend
-from qkit.outgoing import SendOptions, make_envelope
+from qkit.outgoing import SendOptions
+from qkit.producer import Producer
 from qkit.registry import Handler, Registry
 from qkit.retry import Backoff
 from qkit.routes import Route, Routes
@@ -59,7 +60,6 @@ __all__ = ["QueueService"]
 T = TypeVar("T")
 State = Literal["new", "starting", "running", "stopping", "closed"]
 
-SEND_GROUP = 500
 PING_EVERY = 2.0
 CLOSE_TIMEOUT = 5.0
 
@@ -105,7 +105,6 @@ class QueueService:
         self._monitor: asyncio.Task[None] | None = None
         self._ping_every: float | None = PING_EVERY
         self._life = asyncio.Lock()  # start and shutdown, one after the other
-        self._declaring = asyncio.Lock()
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         chosen: Clock = clock if clock is not None else SystemClock()
@@ -115,8 +114,6 @@ class QueueService:
         """Everything that knows the backend or the clock."""
         self._backend = backend
         self._clock = clock
-        self._can_delay = bool(backend.capabilities.delay)
-        self._can_expire = bool(backend.capabilities.ttl)
         self._hears_deaths = False  # a start that failed and is tried again listens once
         self._telemetry = Telemetry(backend.name)
         self._connection = Connection(self._events, clock, backend.name)
@@ -139,6 +136,18 @@ class QueueService:
             self._counters,
             self._middleware,
             backend.name,
+        )
+        self._producer = Producer(
+            backend,
+            clock=clock,
+            registry=self._registry,
+            routes=self._routes,
+            sender=self._sender,
+            telemetry=self._telemetry,
+            ready=self._require_sending,
+        )
+        self._administration = Administration(
+            backend, settings=self.settings, routes=self._routes, producer=self._producer
         )
 
     def rewire(self, backend: Backend, clock: Clock, watch: Callable[[Handler], Handler]) -> None:
@@ -248,7 +257,7 @@ class QueueService:
             self._backend.on_dead_letter(self._died_in_backend)
             self._hears_deaths = True  # also if this start fails and is tried again
         for route in self._routes.known():
-            await self._declare(route)
+            await self._producer.declare(route)
         for route, handler in planned:
             consumer = self._consumer(route, handler)
             self._consumers[consumer] = asyncio.create_task(
@@ -289,7 +298,7 @@ class QueueService:
         )
         return Consumer(
             backend=self._backend,
-            declare=functools.partial(self._declare_again, route),
+            declare=functools.partial(self._producer.declare_again, route),
             spec=SubscriptionSpec(
                 queue=route.queue,
                 group=handler.group,
@@ -313,7 +322,7 @@ class QueueService:
             return None
 
         async def write(letter: DeadLetter) -> None:
-            await self._carry(route, letters.name, [letter.to_envelope()])
+            await self._producer.carry(route, letters.name, [letter.to_envelope()])
 
         return write
 
@@ -473,8 +482,7 @@ class QueueService:
         ``ValueError`` before anything leaves; ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and
         ``BackendUnavailable`` after.
         """
-        route = self._route(channel, "send")
-        return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
+        return await self._producer.send(channel, body, options)
 
     @overload
     async def publish(
@@ -486,8 +494,7 @@ class QueueService:
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Sent:
         """Broadcast one message: every group of the topic gets a copy. Options as for ``send``."""
-        route = self._route(channel, "publish")
-        return (await self._hand_over(route, [self._envelope(route, body, options)]))[0]
+        return await self._producer.publish(channel, body, options)
 
     @overload
     async def send_many(
@@ -508,106 +515,7 @@ class QueueService:
         Every body is checked before the first leaves. Raises ``PartialSend`` when only some were
         accepted: its ``results`` has a ``Sent`` or an error for each.
         """
-        route = self._route(channel, "send")
-        envelopes = [self._envelope(route, body, options) for body in bodies]
-        results: list[Sent | QueueError] = []
-        for start in range(0, len(envelopes), SEND_GROUP):
-            group = envelopes[start : start + SEND_GROUP]
-            try:
-                results += await self._hand_over(route, group)
-            except PartialSend as error:
-                results += error.results
-            except QueueError as error:
-                if start == 0:
-                    raise  # nothing was accepted: the plain error says more
-                results += [error] * (len(envelopes) - start)
-                break
-        sent = [item for item in results if isinstance(item, Sent)]
-        if len(sent) < len(envelopes):
-            raise PartialSend(
-                f"{len(sent)} of {len(envelopes)} messages were accepted; see .results",
-                results,
-                backend=self._backend.name,
-                operation="send_many",
-                queue=route.name,
-            )
-        return sent
-
-    def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
-        try:
-            return make_envelope(
-                route,
-                body,
-                self._clock,
-                can_delay=self._can_delay,
-                can_expire=self._can_expire,
-                **options,
-            )
-        except QueueError as error:
-            error.located(backend=self._backend.name, operation="send", queue=route.name)
-            raise
-
-    def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
-        """The channel's route; the wrong verb is refused."""
-        if self._state not in ("running", "stopping"):
-            self._require(verb, "running")
-        name = channel if isinstance(channel, str) else channel.name
-        route = self._routes.get(name)
-        if route is None or not isinstance(channel, str):
-            route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
-        if route.broadcast is not (verb == "publish"):
-            kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
-            raise Unsupported(
-                f"{name!r} is a {kind}: use service.{right}(…)",
-                backend=self._backend.name,
-                operation=verb,
-                queue=name,
-            )
-        return route
-
-    def _channel(self, channel: Channel[T] | str, *, broadcast: bool) -> Channel[object]:
-        if not isinstance(channel, str):
-            return cast("Channel[object]", channel)
-        known = self._registry.channels.get(channel)
-        if known is not None:
-            return known
-        return Channel(channel, broadcast=True) if broadcast else Channel(channel)
-
-    async def _declare_again(self, route: Route) -> None:
-        route.declared = False
-        await self._declare(route)
-
-    async def _declare(self, route: Route) -> None:
-        async with self._declaring:
-            if route.declared:
-                return
-            if route.dead_letter is not None:
-                await self._backend.declare(route.dead_letter)
-            await self._backend.declare(route.spec)
-            route.declared = True
-
-    async def _hand_over(self, route: Route, envelopes: list[Envelope]) -> list[Sent]:
-        try:
-            if self._telemetry.enabled:
-                with self._telemetry.sending(route.name, envelopes):
-                    sent = await self._carry(route, route.queue, envelopes)
-            else:
-                sent = await self._carry(route, route.queue, envelopes)
-        except PartialSend as error:
-            route.counters.sent += sum(isinstance(item, Sent) for item in error.results)
-            raise
-        route.counters.sent += len(sent)
-        return sent
-
-    async def _carry(self, route: Route, queue: str, envelopes: list[Envelope]) -> list[Sent]:
-        """Through the sender; declares the channel if need be, also if it was deleted since."""
-        if route.declared:
-            try:
-                return await self._sender.send(queue, envelopes)
-            except QueueNotFound:
-                route.declared = False
-        declare = functools.partial(self._declare, route)
-        return await self._sender.send(queue, envelopes, prepare=declare)
+        return await self._producer.send_many(channel, bodies, options)
 
     # -- steering ----------------------------------------------------------------------------
 
@@ -701,73 +609,35 @@ class QueueService:
 
     async def queues(self) -> list[str]:
         """The names of all queues, or where the broker cannot list them, of those in use here."""
-        prefix = self.settings.prefix
-        names = await self._admin("queues").queues()
-        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        return await self._administer("queues").queues()
 
     async def stats(self, name: str) -> QueueStats:
         """A queue's depth and counters; ``QueueNotFound`` if there is no such queue."""
-        stats = await self._admin("stats", name, "depth").stats(self._queue(name))
-        return replace(stats, queue=name)
+        return await self._administer("stats").stats(name)
 
     async def peek(self, name: str, limit: int = 10) -> list[Message]:
         """The next messages in the order of delivery, without consuming them."""
-        found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
-        return [
-            Message(
-                id=item.id,
-                channel=name,
-                body=item.body,
-                headers=item.headers,
-                key=item.key,
-                priority=item.priority,
-                attempt=max(1, item.attempt),  # one that waits for its first delivery has none yet
-                expires_at=item.expires_at,
-            )
-            for item in found
-        ]
+        return await self._administer("peek").peek(name, limit)
 
     async def purge(self, name: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return await self._admin("purge", name, "purge").purge(self._queue(name))
+        return await self._administer("purge").purge(name)
 
     async def delete(self, name: str) -> None:
         """Delete a queue with all that is in it. The next send declares it anew."""
-        await self._admin("delete", name, "delete").delete(self._queue(name))
-        route = self._routes.get(name)
-        if route is not None:
-            route.declared = False
+        await self._administer("delete").delete(name)
 
     def dead_letters(self, name: str) -> DeadLetters:
         """A channel's dead letters: ``list``, ``replay``, ``purge``."""
-        admin = self._admin("dead_letters", name, "dead_letters")
+        return self._administer("dead_letters").dead_letters(name)
 
-        async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
-            topic = any(GROUP in envelope.headers for envelope in envelopes)
-            route = self._routes.of(self._channel(name, broadcast=topic))
-            return await self._hand_over(route, list(envelopes))
-
-        return DeadLetters(
-            admin,
-            channel=name,
-            queue=self.settings.broker_name(self.settings.dead_letter_name(check_name(name))),
-            send=send_again,
-        )
-
-    def _queue(self, name: str) -> str:
-        return self.settings.broker_name(check_name(name))
-
-    def _admin(self, operation: str, name: str | None = None, feature: str | None = None) -> Admin:
+    def _administer(self, operation: str) -> Administration:
         self._require(operation, "running")
-        able = feature is None or self._backend.capabilities.supports(feature)
-        if not able or not isinstance(self._backend, Admin):
-            raise Unsupported(
-                f"{self._backend.name} offers no {operation}",
-                backend=self._backend.name,
-                operation=operation,
-                queue=name,
-            )
-        return self._backend
+        return self._administration
+
+    def _require_sending(self, operation: str) -> None:
+        if self._state != "stopping":  # a handler may send while the service drains
+            self._require(operation, "running")
 
     def _require(self, operation: str, state: State) -> None:
         if self._state == state:

@@ -18,7 +18,7 @@ from qkit.events import DeadLettered, Events, Retried
 from qkit.executor import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.health import ChannelCounters, Connection
 from qkit.logs import logger
-from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope
+from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
 
 __all__ = ["Settlement"]
 
@@ -207,6 +207,6 @@ def _log(
             "consumer": consumer,
             "message_id": message_id,
             "attempt": attempt,
-            "error": f"{type(error).__name__}: {error}" if error is not None else None,
+            "error": f"{type(error).__name__}: {error_text(error)}" if error is not None else None,
         },
     )

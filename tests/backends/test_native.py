@@ -462,3 +462,16 @@ class TestSubscription:
             assert ids(await one.receive(5)) == ["x"]
             assert ids(await two.receive(5)) == ["x", "for b"]
             assert (await backend.stats("prices")).consumers == 2
+
+
+async def test_a_backend_that_was_closed_can_be_started_again_empty() -> None:
+    backend = NativeBackend()
+    heard: list[DeadLetter] = []
+    backend.on_dead_letter(heard.append)
+    for _ in range(2):
+        await backend.start()
+        await backend.declare(QueueSpec(name="q"))
+        await backend.publish("q", [Envelope("a", b"", expires_at=1.0)])
+        assert (await backend.stats("q")).depth == 0
+        await backend.aclose()
+    assert [letter.reason for letter in heard] == ["TTLExpired", "TTLExpired"]

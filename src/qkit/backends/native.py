@@ -87,6 +87,7 @@ class NativeBackend:
         self._owns_engine = engine is None
         self._engine = engine if engine is not None else Engine(clock=clock)
         self._clock: Clock = self._engine.clock
+        self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._defaults = QueueConfig(
             max_depth=max_depth,
             max_priority=max_priority,
@@ -97,8 +98,12 @@ class NativeBackend:
     # Backend
 
     async def start(self) -> None:
-        """Open the engine, unless it was given."""
+        """Open the engine, unless it was given; a new one if it was closed before."""
         if self._owns_engine and not self._engine.running:
+            if self._engine.closed:
+                self._engine = Engine(clock=self._clock)
+                for callback in self._callbacks:
+                    self._engine.on_dead_letter(callback)
             await self._engine.__aenter__()
         await self.ping()
 
@@ -233,6 +238,7 @@ class NativeBackend:
 
         Also for one that was dropped because its queue names no dead-letter queue.
         """
+        self._callbacks.append(callback)
         self._engine.on_dead_letter(callback)
 
 

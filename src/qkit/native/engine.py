@@ -70,6 +70,11 @@ class Engine:
         """Whether it was opened and not closed yet."""
         return self._loop is not None and not self._closed
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; an engine is opened once."""
+        return self._closed
+
     async def __aenter__(self) -> Self:
         if self._loop is not None:
             raise LifecycleError("an engine is opened once: make a new one")
@@ -367,10 +372,7 @@ class Engine:
             self.declare(name, config, insisted=())
             target = self._channels[name]
         envelope = letter.to_envelope()
-        priority = min(envelope.priority or 0, target.config.max_priority)
-        target.put(
-            self._now(), envelope.id, envelope.body, envelope.headers, envelope.key, priority
-        )
+        target.put(self._now(), envelope.id, envelope.body, envelope.headers, envelope.key)
 
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
         """The dead letters of a queue, in their queue's order."""
