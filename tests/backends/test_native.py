@@ -475,3 +475,20 @@ async def test_a_backend_that_was_closed_can_be_started_again_empty() -> None:
         assert (await backend.stats("q")).depth == 0
         await backend.aclose()
     assert [letter.reason for letter in heard] == ["TTLExpired", "TTLExpired"]
+
+
+async def test_a_loop_of_sends_lets_other_tasks_have_their_turn(backend: NativeBackend) -> None:
+    await backend.declare(QueueSpec(name="q"))
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    running = asyncio.ensure_future(other())
+    for number in range(1_000):
+        await backend.publish("q", [Envelope(str(number), b"")])
+    running.cancel()
+    assert turns >= 50
