@@ -131,5 +131,5 @@ def test_options_that_do_not_go_together_are_refused_also_when_two_places_give_t
 def test_the_place_is_that_of_the_caller_outside_qkit():
     assert caller_place().startswith(f"{__file__}:")
     space: dict[str, object] = {"__name__": "qkit.inside", "caller_place": caller_place}
-    exec(compile("place = caller_place()", "inside.py", "exec"), space)
+    exec(compile("place = caller_place()", "<inside>", "exec"), space)
     assert str(space["place"]).startswith(f"{__file__}:")
