@@ -1,7 +1,6 @@
 """A backend of one's own: queues in plain lists, first in, first out, delivered at least once.
 
-``qkit.conformance`` proves it, docs/backends.md explains it. As a package it would be announced
-by ``[project.entry-points."qkit.backends"] toy = "custom_backend:open_toy"``.
+``qkit.conformance`` proves it; docs/backends.md explains it, and how to announce ``open_toy``.
 """
 
 from __future__ import annotations
@@ -89,7 +88,9 @@ class Toy:
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         ready, before = self._queue(queue).ready, len(self._queue(queue).ready)
-        ready[:] = [item for item in ready if item.id not in ids]
+        for wanted in ids:
+            oldest = next((at for at, item in enumerate(ready) if item.id == wanted), before)
+            del ready[oldest : oldest + 1]
         return before - len(ready)
 
     async def delete(self, queue: str) -> None:
@@ -115,8 +116,7 @@ class ToySubscription:
             if self._queue.deleted:
                 raise qkit.SubscriptionLost("the queue was deleted", backend="toy")
             room = min(limit, self._prefetch - len(self.mine))
-            taken = [self._queue.ready.pop(0) for _ in self._queue.ready[: max(0, room)]]
-            if taken:
+            if taken := [self._queue.ready.pop(0) for _ in self._queue.ready[: max(0, room)]]:
                 return [self._hold(envelope) for envelope in taken]
             self._queue.changed.clear()
             await self._queue.changed.wait()
@@ -135,8 +135,8 @@ class ToySubscription:
 
     async def release(self, delivery: Delivery, _: float, *, count_attempt: bool = True) -> None:
         await self.ack(delivery)
-        again = delivery.envelope.attempt + count_attempt
-        self._queue.ready.insert(0, replace(delivery.envelope, attempt=again))
+        delivery.envelope.attempt += count_attempt
+        self._queue.ready.insert(0, delivery.envelope)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         raise qkit.Unsupported("the toy knows no leases", backend="toy", operation="extend")

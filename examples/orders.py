@@ -127,8 +127,8 @@ async def run_shop(console: Console) -> bool:
 
     def tell_retry(event: Retried) -> None:
         progress.console.print(
-            f"[yellow]retry[/]       {event.channel}: attempt {event.attempt} failed "
-            f"({event.error}), next in {event.delay:.2f} s"
+            f"[yellow]retry[/]       {event.channel}: attempt {event.attempt} failed, "
+            f"the next in {event.delay:.2f} s"
         )
 
     def tell_dead_letter(event: DeadLettered) -> None:

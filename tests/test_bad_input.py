@@ -117,6 +117,14 @@ def generator(order: Order) -> Iterator[int]:
 def unknown_type(order: Missing) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
+def messages_alone(messages: list[Message]) -> None: ...
+
+
+def registered_twice() -> None:
+    handler = consume("q")(one_of_a_batch)
+    service(handler, handler)
+
+
 def registering(function: Any, **options: Any) -> Callable[[], None]:
     return lambda: service().register(consume("q", **options)(function))
 
@@ -169,6 +177,23 @@ DECLARATIONS: list[tuple[str, Callable[[], object], type[Exception], list[str]]]
     ),
     ("negative retry delay", lambda: Retry(delay=-1), ValueError, ["zero or more"]),
     ("nan", lambda: Unavailable(retry_after=float("nan")), ValueError, ["zero or more"]),
+    ("bare @channel", lambda: channel(NoHandlers), ConfigError, ["@channel(", "name"]),  # type: ignore[arg-type]
+    ("a dict for settings", lambda: QueueService({"type": "native"}), ConfigError, ["Settings("]),  # type: ignore[arg-type]
+    (
+        "middleware that cannot be called",
+        lambda: QueueService(Settings(type="native"), middleware=[1]),  # type: ignore[list-item]
+        ConfigError,
+        ["call_next"],
+    ),
+    ("mistyped concurrency", lambda: consume("q", concurency=2), ConfigError, ["'concurrency'"]),  # type: ignore[call-overload]
+    ("messages without a batch", registering(messages_alone), HandlerError, ["batch_size"]),
+    (
+        "a list of handlers",
+        lambda: service().register([two_bodies]),
+        ConfigError,
+        ["one at a time"],
+    ),
+    ("registered twice", registered_twice, ConfigError, ["registered twice"]),
     ("no such event", lambda: service().on("exploded", print), ValueError, ["retry", "shutdown"]),  # type: ignore[call-overload]
 ]
 
@@ -198,6 +223,9 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
         (f"name {name[:12]!r}", lambda s, name=name: s.send(name, 1), InvalidName, ["1–200", "A-Z"])
         for name in NAMES
     ),
+    ("no name", lambda s: s.send(None, 1), InvalidName, ["None"]),  # type: ignore[call-overload]
+    ("mistyped option", lambda s: s.send("q", 1, prioirty=5), TypeError, ["did you mean priority"]),  # type: ignore[call-overload]
+    ("peek at nothing", lambda s: s.peek("orders", 0), ValueError, ["one or more"]),
     ("wrong model", lambda s: s.send("orders", Invoice(number="1")), InvalidBody, ["Order"]),
     ("wrong fields", lambda s: s.send("orders", {"id": "x"}), InvalidBody, ["Order", "id"]),
     ("not a number", lambda s: s.send("free", float("nan")), InvalidBody, ["nan"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import random
@@ -16,6 +17,7 @@ from qkit.backend import Support
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
+    ConfigError,
     MessageNotFound,
     QueueError,
     QueueFull,
@@ -970,3 +972,116 @@ async def test_a_listener_that_fails_changes_nothing(clock):
         await clock.advance(100)
         assert failures(service, "orders") == (2, 1, 1)
     assert issubclass(QueueFull, QueueError)
+
+
+# -- found by review -----------------------------------------------------------------------------
+
+tenant: contextvars.ContextVar[str | None] = contextvars.ContextVar("tenant", default=None)
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+async def test_context_variables_do_not_leak_from_one_message_to_the_next(clock, batch_size):
+    seen: list[str | None] = []
+
+    @consume("orders", batch_size=batch_size, batch_wait=0)
+    async def handle(body: list[object]) -> None:
+        seen.append(tenant.get())
+        tenant.set("acme")
+
+    async with make_service(handle, clock=clock) as service:
+        for _ in range(3):
+            await service.send("orders", [1])
+        await clock.advance(5)
+    assert seen == [None, None, None]
+
+
+async def test_what_a_handler_raises_is_a_failure_even_if_it_is_no_exception(clock):
+    class Panic(BaseException):
+        pass
+
+    handled: list[int] = []
+
+    @consume("orders", retry=RetrySettings(max_attempts=1))
+    async def handle(body: int) -> None:
+        if body == 1:
+            raise Panic
+        handled.append(body)
+
+    async with make_service(handle, clock=clock) as service:
+        await service.send_many("orders", [1, 2])
+        await clock.advance(1)
+        (letter,) = await service.dead_letters("orders").list()
+        assert "Panic" in letter.error
+        assert handled == [2]
+        assert service.ready
+
+
+async def test_a_busy_thread_does_not_hold_up_the_next_subscription(clock):
+    gate, began = threading.Event(), threading.Event()
+    handled: list[object] = []
+
+    @consume("orders", concurrency=2)
+    def handle(body: int) -> None:
+        if body == 1:
+            began.set()
+            gate.wait(10)
+        handled.append(body)
+
+    backend = ScriptedBackend()
+    async with make_service(handle, clock=clock, backend=backend) as service:
+        backend.put("orders", Envelope("m1", b"1"))
+        await until(began.is_set)
+        backend.script("receive", SubscriptionLost("the connection broke"))
+        backend.put("orders", Envelope("m2", b"2"))
+        await clock.advance(1)  # the consumer subscribes again
+        await until(lambda: 2 in handled)
+        gate.set()
+        assert service.connection_state == "connected"
+
+
+async def test_a_slow_acknowledgement_is_waited_for_at_the_end_of_a_shutdown(clock):
+    @consume("orders")
+    async def handle(body: object) -> None: ...
+
+    backend = ScriptedBackend()
+    backend.script("ack", 3.0)
+    service = make_service(handle, clock=clock, backend=backend)
+    await service.start()
+    backend.put("orders", Envelope("m1", b"1"))
+    await clock.advance(0.5)
+    await service.shutdown(timeout=0.5)
+    assert [call[0] for call in backend.of("ack")] == ["ack"]
+
+
+async def test_a_handler_may_send_while_another_consumer_is_still_subscribing(clock):
+    sent: list[object] = []
+
+    @consume("fast")
+    async def fast(body: object) -> None:
+        sent.append(await service.send("elsewhere", body))
+
+    @consume("slow")
+    async def slow(body: object) -> None: ...
+
+    backend = ScriptedBackend()
+    service = make_service(fast, slow, clock=clock, backend=backend)
+    backend.script("subscribe", None, 4.0)
+    starting = asyncio.ensure_future(service.start())
+    await clock.advance(0.5)
+    backend.put("fast", Envelope("m1", b"1"))
+    await clock.advance(0.5)
+    assert not starting.done()
+    assert len(sent) == 1
+    await starting
+    await service.shutdown()
+
+
+async def test_a_subscription_that_is_refused_fails_the_start(clock):
+    @consume("orders")
+    async def handle(body: object) -> None: ...
+
+    backend = ScriptedBackend()
+    backend.script("subscribe", ConfigError("declared elsewhere with other arguments"))
+    service = make_service(handle, clock=clock, backend=backend)
+    with pytest.raises(ConfigError, match="declared elsewhere"):
+        await service.start()

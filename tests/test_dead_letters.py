@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,9 @@ from qkit import (
     consume,
 )
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.message import Envelope
+from qkit.backends.native import NativeBackend
+from qkit.conformance import Tampered
+from qkit.message import Envelope, Sent
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 
@@ -477,3 +479,31 @@ async def test_without_dead_letters_a_final_failure_is_announced_as_not_kept(
         metrics = service.metrics()
     assert [event.kept for event in heard] == [False]
     assert (metrics.messages_failed, metrics.messages_dead_lettered) == (1, 0)
+
+
+async def test_a_message_that_fails_again_before_replay_has_removed_it_is_kept(
+    virtual_clock: VirtualClock,
+) -> None:
+    @consume("orders")
+    async def refuse(order: int) -> None:
+        raise Reject("never")
+
+    class Slow(Tampered):
+        async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+            sent = await super().publish(queue, envelopes)
+            await asyncio.sleep(0.02)  # the confirmation takes its time
+            return sent
+
+    backend = Slow(NativeBackend(clock=virtual_clock))
+    service = QueueService(Settings(type="native"), backend=backend, clock=virtual_clock)
+    service.register(refuse)
+    async with service:
+        await service.send("orders", 1)
+        await virtual_clock.advance(1)
+        letters = service.dead_letters("orders")
+        (before,) = await letters.list()
+        assert await letters.replay() == 1
+        await virtual_clock.advance(1)
+        (after,) = await letters.list()
+        assert after.message_id == before.message_id
+        assert after.last_failed_at > before.last_failed_at

@@ -39,6 +39,7 @@ class Bench:
             broadcast=broadcast,
             write=self.write if letters else None,
             ordered=ordered,
+            can_delay=True,
             timeout=10.0,
             counters=self.counters,
             events=listeners,

@@ -24,7 +24,7 @@ def threads(request):
 
 
 def alive(threads: HandlerThreads) -> list[threading.Thread]:
-    return [item for item in threading.enumerate() if item.name.startswith(threads._name)]
+    return [item for item in threading.enumerate() if item.name.startswith(threads._pool._name)]
 
 
 class Gate:
@@ -44,7 +44,7 @@ async def test_a_call_runs_in_a_daemon_thread_and_its_result_comes_back(threads)
     thread = await threads.submit(threading.current_thread)
     assert thread is not threading.main_thread()
     assert thread.daemon
-    assert thread.name == f"{threads._name}-1"
+    assert thread.name == f"{threads._pool._name}-1"
 
 
 async def test_an_idle_thread_is_used_again_and_a_busy_one_is_not(threads):

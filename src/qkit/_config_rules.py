@@ -37,6 +37,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "max_priority": ("native",),
     "mode": ("redis",),
     "reliable": ("redis",),
+    "batch_size": ("kafka",),
     "partitions": ("kafka",),
     "group_prefix": ("kafka",),
     "sasl_mechanism": ("kafka",),
@@ -243,7 +244,13 @@ def mask(url: str) -> str:
     head, colon, rest = url.partition("://")
     if not colon:
         head, rest = "", url
+    start, mark, _ = rest.partition("?")
+    if mark and "@" not in start:  # an @ in the query is a parameter's, not a password's
+        rest, tail = start, rest[len(start) :]
+    else:
+        tail = ""
     credentials, at, place = rest.rpartition("@")
+    place += tail
     user, separator, _ = credentials.partition(":")
     hidden = f"{user}:***" if separator else user
     place, _, query = place.partition("?")

@@ -40,6 +40,8 @@ class Administration:
 
     async def peek(self, name: str, limit: int) -> list[Message]:
         """The next messages."""
+        if limit < 1:
+            raise ValueError(f"limit={limit!r}: ask for one or more")
         found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
         return [
             Message(

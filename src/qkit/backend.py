@@ -251,7 +251,10 @@ class Admin(Protocol):
         ...
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
-        """Delete these messages unless a consumer holds them; return how many were there."""
+        """Delete a message for each of these ids unless a consumer holds it; return how many.
+
+        Of several messages with one id the oldest goes: an id that is named twice takes two.
+        """
         ...
 
     async def delete(self, queue: str) -> None:

@@ -11,7 +11,7 @@ from qkit.config import RetrySettings
 from qkit.errors import ConfigError
 from qkit.message import Message, check_name
 
-__all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_place"]
+__all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_place", "name_of"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,7 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "ttl": (0.001, 1e9),
 }
 _WHOLE = ("prefetch", "max_priority", "max_depth")
+_OF_CONSUME = ("group", "concurrency", "timeout", "batch_size", "batch_wait")
 _FLAGS = ("broadcast", "dead_letter", "ordered")
 _LISTS = ("retry_on", "dead_on", "middleware")
 
@@ -127,7 +128,9 @@ def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
     checked: dict[str, object] = {}
     for option, value in cast("dict[str, object]", given).items():
         if option not in ChannelOptions.__annotations__:
-            near = difflib.get_close_matches(option, ChannelOptions.__annotations__, 1)
+            near = difflib.get_close_matches(
+                option, [*ChannelOptions.__annotations__, *_OF_CONSUME], 1
+            )
             known = f"did you mean {near[0]!r}?" if near else "see ChannelOptions for what there is"
             raise refuse(option, f"no such option; {known}")
         if option in _NUMBERS:
@@ -165,6 +168,11 @@ def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
             "successors overtake; drop retry.mode or ordered",
         )
     return result
+
+
+def name_of(channel: Channel[T] | str) -> str:
+    """The name of what a caller passed for a channel."""
+    return channel.name if isinstance(channel, Channel) else channel
 
 
 def caller_place() -> str:

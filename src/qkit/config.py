@@ -228,7 +228,7 @@ class Settings(BaseSettings):
         default=None, ge=1, le=1000, description="unacknowledged messages a consumer may hold"
     )
     batch_size: int | None = Field(
-        default=None, ge=1, le=10_000, description="Kafka: commit after each completed batch"
+        default=None, ge=1, le=10_000, description="commit after each completed batch"
     )
     compression: Literal["gzip"] | None = Field(
         default=None, description="of the bodies that are sent"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from qkit.backend import Backend, SubscriptionSpec
 from qkit.clock import Clock
-from qkit.errors import BackendUnavailable
+from qkit.errors import BackendUnavailable, ConfigError, Unsupported
 from qkit.executor import Executor, Pause
 from qkit.health import ChannelCounters, Connection, ConsumerHealth
 from qkit.logs import logger
@@ -52,7 +52,8 @@ class Consumer:
         self.channel = executor.handler.channel
         self.group = spec.group
         self.settlement = settlement
-        self.ready = asyncio.Event()  # subscribed for the first time
+        self.ready = asyncio.Event()  # subscribed for the first time, or refused
+        self.refused: ConfigError | Unsupported | None = None
         self.last_poll_at: float | None = None
         self.spec = spec
         self.executor = executor
@@ -82,6 +83,11 @@ class Consumer:
     def in_flight(self) -> int:
         """How many deliveries are held: running, waiting for a worker, or being settled."""
         return len(self._session.held) if self._session else 0
+
+    @property
+    def settling(self) -> bool:
+        """Whether only settlements are left of its work."""
+        return self._session is not None and self._session.settling
 
     def health(self) -> ConsumerHealth:
         """How this consumer is doing."""
@@ -116,6 +122,10 @@ class Consumer:
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
+                if not self.ready.is_set() and isinstance(error, ConfigError | Unsupported):
+                    self.refused = error  # it will never work: start() fails
+                    self.ready.set()
+                    return
                 # One that breaks as soon as it is open has not proved anything.
                 if opened is not None and self.clock.monotonic() - opened >= STEADY:
                     failures = 0
@@ -146,6 +156,8 @@ class Consumer:
         """Fetch no more. Running handlers go on; deliveries that wait for one are given back."""
         self.stopping = True
         self._stop.set()
+        if self._resting is not None:
+            self._resting.cancel()
         self._interrupt()
 
     def abandon(self) -> int:

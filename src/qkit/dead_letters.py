@@ -96,17 +96,19 @@ class DeadLetters:
         return len(letters)
 
     async def _replay(self, letters: Sequence[DeadLetter]) -> None:
-        gone = {letter.message_id for letter in letters}
+        # One removal for each letter: if a message fails again before that, the new letter has the
+        # same id and stays, because the oldest goes.
         try:
             await self._send([letter.to_replay() for letter in letters])
         except PartialSend as partial:
-            # What was accepted goes, or a second try would send it twice.
-            for letter, result in zip(letters, partial.results, strict=True):
-                if not isinstance(result, Sent):
-                    gone.discard(letter.message_id)
-            await self._admin.remove(self._queue, sorted(gone))
+            # What was accepted goes, or a second try would send it twice; unless another letter
+            # of its id was refused, for the oldest to go may be that one.
+            results = list(zip(letters, partial.results, strict=True))
+            kept = {letter.message_id for letter, item in results if not isinstance(item, Sent)}
+            gone = [letter.message_id for letter in letters if letter.message_id not in kept]
+            await self._admin.remove(self._queue, gone)
             raise
-        await self._admin.remove(self._queue, sorted(gone))
+        await self._admin.remove(self._queue, [letter.message_id for letter in letters])
 
     async def purge(self) -> int:
         """Delete them all; return how many there were."""

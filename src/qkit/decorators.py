@@ -82,6 +82,10 @@ def channel(
 
     Raises ``InvalidName`` and ``ConfigError`` as ``Channel`` does.
     """
+    if not isinstance(name, str | Channel):
+        raise ConfigError(
+            f'@channel needs a name: write @channel("orders"), not @channel on {name!r}'
+        )
     bound = _channel(name, options)
     place = caller_place()
 

@@ -232,6 +232,8 @@ class Executor:
             return error
         except asyncio.CancelledError as error:
             return await _from_inside(error, [job])
+        except BaseException as error:
+            return _escaped(error)
         return None
 
     async def _call(self, job: Job, envelope: Envelope) -> None:
@@ -311,6 +313,8 @@ class Executor:
             return dict.fromkeys(ids, error)
         except asyncio.CancelledError as error:
             return dict.fromkeys(ids, await _from_inside(error, jobs))
+        except BaseException as error:
+            return dict.fromkeys(ids, _escaped(error))
         return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
 
     def _judge(self, error: Exception, envelope: Envelope) -> Outcome:
@@ -384,6 +388,16 @@ async def _from_inside(error: asyncio.CancelledError, jobs: Sequence[Job]) -> Qu
     if any(job.stopped for job in jobs):
         raise error
     return QueueError("the handler awaited something that was cancelled", cause=error)
+
+
+def _escaped(error: BaseException) -> QueueError:
+    """Something that is no ``Exception``, such as a panic of an extension: a failure all the same.
+
+    A program that is told to end is another matter: that goes through.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return QueueError(f"the handler raised {type(error).__name__}", cause=error)
 
 
 def _filler(param: ParamMetadata, handler: Handler) -> Callable[[object, object], object]:

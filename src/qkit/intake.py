@@ -34,6 +34,11 @@ class Intake:
         self._closed = False
 
     @property
+    def closed(self) -> bool:
+        """Whether workers are to end."""
+        return self._closed
+
+    @property
     def empty(self) -> bool:
         """Whether a worker that asks now would have to wait."""
         return not self._ready

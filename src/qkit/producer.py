@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, cast
 
 from qkit.backend import Backend
-from qkit.channels import Channel
+from qkit.channels import Channel, name_of
 from qkit.clock import Clock
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.message import Envelope, Sent
@@ -135,6 +136,8 @@ class Producer:
         await self.declare(route)
 
     def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
+        if options:
+            _check_options(options)
         try:
             return make_envelope(
                 route,
@@ -151,9 +154,9 @@ class Producer:
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
         """The channel's route; the wrong verb is refused."""
         self._ready(verb)
-        name = channel if isinstance(channel, str) else channel.name
-        route = self._routes.get(name)
-        if route is None or not isinstance(channel, str):
+        name = name_of(channel)
+        route = self._routes.get(name) if isinstance(name, str) else None
+        if route is None or isinstance(channel, Channel):
             route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
         if route.broadcast is not (verb == "publish"):
             kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
@@ -166,9 +169,17 @@ class Producer:
         return route
 
     def _channel(self, channel: Channel[T] | str, *, broadcast: bool) -> Channel[object]:
-        if not isinstance(channel, str):
+        if isinstance(channel, Channel):
             return cast("Channel[object]", channel)
         known = self._registry.channels.get(channel)
         if known is not None:
             return known
         return Channel(channel, broadcast=True) if broadcast else Channel(channel)
+
+
+def _check_options(options: SendOptions) -> None:
+    for option in options:
+        if option not in SendOptions.__annotations__:
+            near = difflib.get_close_matches(option, SendOptions.__annotations__, 1)
+            known = near[0] if near else ", ".join(SendOptions.__annotations__)
+            raise TypeError(f"a send has no option {option!r}; did you mean {known}?")

@@ -98,6 +98,8 @@ class Registry:
         for other in self.handlers:
             if other.channel != declared.name or (broadcast and other.group != group):
                 continue
+            if other.call == call:
+                raise ConfigError(f"{name} at {metadata.place} is registered twice; once is enough")
             what = f"group {group!r} of topic" if broadcast else "queue"
             raise ConfigError(
                 f"{what} {declared.name!r} has two handlers: {other.name} at "
@@ -137,8 +139,8 @@ def _found(target: object) -> Sequence[_Found]:
         found = list(_methods(target))
     if not found:
         raise ConfigError(
-            f"{target!r} has no handlers: mark functions or methods with @consume, "
-            "then register the function, an instance of the class, or their module"
+            f"{target!r} has no handlers: mark functions or methods with @consume, then register "
+            "the function, an instance of the class, or their module, one at a time"
         )
     return found
 

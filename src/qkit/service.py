@@ -24,12 +24,12 @@ from qkit.backend import (
     SubscriptionSpec,
 )
 from qkit.breaker import CircuitBreaker
-from qkit.channels import Channel, Middleware
+from qkit.channels import Channel, Middleware, name_of
 from qkit.clock import Clock, SystemClock
 from qkit.config import Settings
 from qkit.consumer import Consumer
 from qkit.dead_letters import DeadLetters
-from qkit.errors import LifecycleError, QueueNotFound
+from qkit.errors import ConfigError, LifecycleError, QueueNotFound
 from qkit.events import (
     DeadLettered,
     EventName,
@@ -62,6 +62,7 @@ State = Literal["new", "starting", "running", "stopping", "closed"]
 
 PING_EVERY = 2.0
 CLOSE_TIMEOUT = 5.0
+FOREVER = float("inf")
 
 
 class QueueService:
@@ -95,6 +96,14 @@ class QueueService:
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings if settings is not None else Settings()
+        if not isinstance(self.settings, Settings):
+            raise ConfigError(
+                f"QueueService takes Settings, not {type(settings).__name__}: write "
+                'QueueService(Settings(type="native"))'
+            )
+        for item in middleware:
+            if not callable(item):
+                raise ConfigError(f"middleware: {item!r} is no async function(message, call_next)")
         self._middleware = tuple(middleware)
         self._registry = Registry()
         self._counters = Counters()
@@ -104,6 +113,7 @@ class QueueService:
         self._consumers: dict[Consumer, asyncio.Task[None]] = {}
         self._monitor: asyncio.Task[None] | None = None
         self._ping_every: float | None = PING_EVERY
+        self._keeps_leases = True
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -151,11 +161,15 @@ class QueueService:
         )
 
     def rewire(self, backend: Backend, clock: Clock, watch: Callable[[Handler], Handler]) -> None:
-        """For ``qkit.testing``: another backend and clock, handlers watched, no pings."""
+        """For ``qkit.testing``: another backend and clock, handlers watched, no recurring timers.
+
+        Without pings and lease renewals a test can tell that nothing more will happen.
+        """
         self._require("rewire", "new")
         self._wire(backend, clock)
         self._registry.handlers = [watch(handler) for handler in self._registry.handlers]
         self._ping_every = None
+        self._keeps_leases = False
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -174,7 +188,7 @@ class QueueService:
         self._registry.add(target)
 
     def declare(self, channel: Channel[T]) -> None:
-        """Make a channel known before it is used, so that it is declared at start."""
+        """Make a channel known: it is declared at start, or after that with its first send."""
         self._registry.declare(cast("Channel[object]", channel))
 
     @property
@@ -230,7 +244,6 @@ class QueueService:
                     route.declared = False
                 self._state = "new"
                 raise
-            self._state = "running"
 
     def _plan(self) -> list[tuple[Route, Handler]]:
         """Everything that can be refused is refused here, before any connection is tried."""
@@ -258,6 +271,7 @@ class QueueService:
             self._hears_deaths = True  # also if this start fails and is tried again
         for route in self._routes.known():
             await self._producer.declare(route)
+        self._state = "running"  # from here on handlers may run, and they may send
         for route, handler in planned:
             consumer = self._consumer(route, handler)
             self._consumers[consumer] = asyncio.create_task(
@@ -269,8 +283,12 @@ class QueueService:
             async with asyncio.timeout(self.settings.send_timeout):
                 for consumer in self._consumers:
                     await consumer.ready.wait()
+        for consumer in self._consumers:
+            if consumer.refused is not None:
+                raise consumer.refused
 
     def _consumer(self, route: Route, handler: Handler) -> Consumer:
+        lease = route.ack_deadline
         consumer_name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
         settlement = Settlement(
             channel=route.name,
@@ -279,6 +297,7 @@ class QueueService:
             broadcast=route.broadcast,
             write=self._writer(route),
             ordered=route.ordered,
+            can_delay=bool(self._backend.capabilities.delay),
             timeout=self.settings.send_timeout,
             counters=route.counters,
             events=self._events,
@@ -305,7 +324,7 @@ class QueueService:
                 consumer=consumer_name,
                 prefetch=self._routes.prefetch(route, handler),
                 broadcast=route.broadcast,
-                ack_deadline=route.ack_deadline,
+                ack_deadline=lease if self._keeps_leases else FOREVER,
             ),
             executor=executor,
             settlement=settlement,
@@ -313,7 +332,7 @@ class QueueService:
             connection=self._connection,
             clock=self._clock,
             ordered=route.ordered,
-            lease=route.ack_deadline,
+            lease=lease if self._keeps_leases else None,
         )
 
     def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
@@ -394,7 +413,7 @@ class QueueService:
             self._connection.move(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
             self._events.emit(ShutDown(abandoned))
-            await self._events.drain(CLOSE_TIMEOUT)
+            await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)
 
     async def _drain(self, timeout: float) -> int:
         """Stop fetching, wait for handlers up to the deadline, cancel the rest; how many."""
@@ -424,14 +443,23 @@ class QueueService:
         for consumer in self._consumers:
             consumer.stop()
             consumer.abandon()
-        for _ in range(3):
-            if not tasks:
-                break
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + (0.0 if self._force.is_set() else self.settings.send_timeout)
+        rounds = 3
+        while tasks and rounds:
             _, tasks = await asyncio.wait(tasks, timeout=1.0)
+            settling = any(consumer.settling for consumer in self._consumers)
+            if settling and loop.time() < patience:
+                continue  # handlers are done; what they did is still being acknowledged
+            rounds -= 1
             for task in tasks:
                 task.cancel()
         for task in tasks:
-            logger.error("%s: its handler ignores cancellation and is left behind", task.get_name())
+            logger.error(
+                "%s: its handler ignores cancellation and is left behind; it keeps the process "
+                "alive until it ends",
+                task.get_name(),
+            )
         self._consumers.clear()
 
     async def _close_backend(self) -> None:
@@ -519,14 +547,14 @@ class QueueService:
 
     # -- steering ----------------------------------------------------------------------------
 
-    def pause(self, channel: str) -> None:
+    def pause(self, channel: Channel[T] | str) -> None:
         """Start no more handlers of a channel until ``resume``; running ones go on."""
-        for consumer in self._consumers_of(channel, "pause"):
+        for consumer in self._consumers_of(name_of(channel), "pause"):
             consumer.pause()
 
-    def resume(self, channel: str) -> None:
+    def resume(self, channel: Channel[T] | str) -> None:
         """Consume a channel again, also one that rests because a dependency was unavailable."""
-        for consumer in self._consumers_of(channel, "resume"):
+        for consumer in self._consumers_of(name_of(channel), "resume"):
             consumer.resume()
 
     def _consumers_of(self, channel: str, operation: str) -> list[Consumer]:
@@ -611,28 +639,28 @@ class QueueService:
         """The names of all queues, or where the broker cannot list them, of those in use here."""
         return await self._administer("queues").queues()
 
-    async def stats(self, name: str) -> QueueStats:
+    async def stats(self, name: Channel[T] | str) -> QueueStats:
         """A queue's depth and counters; ``QueueNotFound`` if there is no such queue."""
-        return await self._administer("stats").stats(name)
+        return await self._administer("stats").stats(name_of(name))
 
-    async def peek(self, name: str, limit: int = 10) -> list[Message]:
+    async def peek(self, name: Channel[T] | str, limit: int = 10) -> list[Message]:
         """The next messages in the order of delivery, without consuming them."""
-        return await self._administer("peek").peek(name, limit)
+        return await self._administer("peek").peek(name_of(name), limit)
 
-    async def purge(self, name: str) -> int:
+    async def purge(self, name: Channel[T] | str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return await self._administer("purge").purge(name)
+        return await self._administer("purge").purge(name_of(name))
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: Channel[T] | str) -> None:
         """Delete a queue with all that is in it. The next send declares it anew."""
-        await self._administer("delete").delete(name)
+        await self._administer("delete").delete(name_of(name))
 
-    def dead_letters(self, name: str) -> DeadLetters:
+    def dead_letters(self, name: Channel[T] | str) -> DeadLetters:
         """A channel's dead letters: ``list``, ``replay``, ``purge``."""
-        return self._administer("dead_letters").dead_letters(name)
+        return self._administer("dead_letters").dead_letters(name_of(name))
 
     def _administer(self, operation: str) -> Administration:
-        self._require(operation, "running")
+        self._require_sending(operation)
         return self._administration
 
     def _require_sending(self, operation: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from typing import TYPE_CHECKING
 
 from qkit.backend import Subscription
@@ -33,7 +34,13 @@ class Session:
         self._holding = asyncio.Event()  # there are leases to renew
         self._receiving: asyncio.Timeout | None = None
         self._withdrawn: list[Job] = []
+        self._workers: set[asyncio.Task[None]] = set()
         self._abandoned = asyncio.get_running_loop().create_future()
+
+    @property
+    def settling(self) -> bool:
+        """Whether deliveries are held and no handler runs: they are being settled."""
+        return bool(self.held) and all(job.task is None for job in self.held)
 
     @property
     def held(self) -> set[Job]:
@@ -47,23 +54,37 @@ class Session:
         async with asyncio.TaskGroup() as tasks:
             # First, so that its timer runs before a handler can block the loop.
             renewer = tasks.create_task(self._renew(), name=f"{name} leases")
-            workers = [
-                tasks.create_task(
-                    self._work_batches() if metadata.batch_size else self._work(),
-                    name=f"{name} #{number}",
-                )
-                for number in range(metadata.concurrency)
-            ]
+            context = contextvars.copy_context()
+            for number in range(metadata.concurrency):
+                self._hire(tasks, f"{name} #{number}", context)
             try:
                 broken = await self._fetch_to_the_end()
                 self._intake.close()
-                await asyncio.wait(workers)
+                while self._workers:
+                    await asyncio.wait(self._workers)
             except asyncio.CancelledError:
                 self._end()
                 raise
             renewer.cancel()
         if broken is not None:
             raise broken
+
+    def _hire(self, tasks: asyncio.TaskGroup, name: str, context: contextvars.Context) -> None:
+        """Start a worker; one that a handler left with other context variables is replaced.
+
+        A task for each message would keep messages apart as well, at several times the cost.
+        """
+        batches = self._executor.handler.metadata.batch_size
+        work = self._work_batches if batches else self._work
+        task = tasks.create_task(work(context.copy()), name=name, context=context.copy())
+        self._workers.add(task)
+
+        def leave(task: asyncio.Task[None]) -> None:
+            self._workers.discard(task)
+            if not task.cancelled() and task.exception() is None and not self._intake.closed:
+                self._hire(tasks, name, context)
+
+        task.add_done_callback(leave)
 
     async def _fetch_to_the_end(self) -> Exception | None:
         """Fetch until the consumer stops or the subscription breaks; then the answer is why."""
@@ -72,10 +93,12 @@ class Session:
             await self._give_back()
             await self._subscription.stop()
         except Exception as error:
-            # What a broken subscription delivered cannot be settled: its handlers stop.
+            # What a broken subscription delivered cannot be settled: its handlers stop, and a
+            # thread that does not is left behind, or it would hold up the next subscription.
             for job in self.held:
                 self._lose(job)
             self._intake.withdraw()
+            self._leave_threads()
             return error
         return None
 
@@ -102,9 +125,12 @@ class Session:
             job.abandoned = True
         for task in {job.task for job in running if job.task is not None}:
             task.cancel()
+        self._leave_threads()
+        return len(running)
+
+    def _leave_threads(self) -> None:
         if not self._abandoned.done():
             self._abandoned.set_result(None)
-        return len(running)
 
     # -- fetching ----------------------------------------------------------------------------
 
@@ -156,7 +182,7 @@ class Session:
 
     # -- working -----------------------------------------------------------------------------
 
-    async def _work(self) -> None:
+    async def _work(self, context: contextvars.Context) -> None:
         task = _current_task()
         while (job := await self._intake.next()) is not None:
             if job.lost:
@@ -177,8 +203,10 @@ class Session:
             await self._conclude(task, job, outcome)
             if job.thread is not None:
                 await self._outlive(job.thread)
+            if contextvars.copy_context() != context:
+                return
 
-    async def _work_batches(self) -> None:
+    async def _work_batches(self, context: contextvars.Context) -> None:
         task = _current_task()
         metadata = self._executor.handler.metadata
         size, wait = metadata.batch_size or 1, metadata.batch_wait
@@ -208,6 +236,8 @@ class Session:
             for job in jobs:  # an inline retry of some of them has a thread of its own
                 if job.thread is not None:
                     await self._outlive(job.thread)
+            if contextvars.copy_context() != context:
+                return
 
     async def _conclude(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
         """Settle, out of reach of any cancellation that was meant for the handler."""

@@ -41,6 +41,7 @@ class Settlement:
         broadcast: bool,
         write: WriteDeadLetter | None,
         ordered: bool,
+        can_delay: bool,
         timeout: float,
         counters: ChannelCounters,
         events: Events,
@@ -53,6 +54,7 @@ class Settlement:
         self._consumer = consumer
         self._write = write
         self._ordered = ordered
+        self._can_delay = can_delay
         self._timeout = timeout
         self._counters = counters
         self._events = events
@@ -96,7 +98,7 @@ class Settlement:
             case Pause(delay, error):
                 self._warn("a dependency is unavailable: the channel pauses", delivery, error)
                 # On an ordered channel a wait in the broker would let its successors overtake.
-                wait = 0.0 if self._ordered else delay or 0.0
+                wait = 0.0 if self._ordered or not self._can_delay else delay or 0.0
                 await subscription.release(delivery, wait, count_attempt=False)
             case Abandon():
                 await subscription.release(delivery, 0.0, count_attempt=False)
@@ -131,7 +133,8 @@ class Settlement:
             except (QueueError, TimeoutError) as error:
                 self._warn("no dead letter could be written: given back", delivery, error)
                 async with asyncio.timeout(self._timeout):
-                    await subscription.release(delivery, 1.0, count_attempt=False)
+                    wait = 1.0 if self._can_delay else 0.0
+                    await subscription.release(delivery, wait, count_attempt=False)
                 return
         record_death(
             letter,
@@ -200,7 +203,7 @@ def _log(
         queue,
         message_id,
         text,
-        f": {type(error).__name__}" if error is not None else "",
+        f": {type(error).__name__}: {error_text(error)}" if error is not None else "",
         exc_info=error if accident else None,
         extra={
             "queue": queue,

@@ -76,8 +76,8 @@ def params_of(call: Callable[..., object], name: str, *, batch: bool) -> tuple[P
         hints = typing.get_type_hints(_layers(call)[-1], include_extras=True)
     except Exception as error:  # evaluating an annotation can raise anything
         raise HandlerError(
-            f"{name}: its annotations cannot be read: {error}; import the types they name at "
-            "run time, not only for type checking"
+            f"{name}: its annotations cannot be read: {error}; the types they name must be known "
+            "in its module at run time: import them there, and define none inside a function"
         ) from error
     params: list[ParamMetadata] = []
     for parameter in signature.parameters.values():

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack, cast, overload
 
 from qkit.backend import Backend, Capabilities, QueueStats
-from qkit.channels import Channel, Middleware
+from qkit.channels import Channel, Middleware, name_of
 from qkit.config import Settings
 from qkit.dead_letters import DeadLetters
 from qkit.errors import LifecycleError
@@ -201,13 +201,13 @@ class SyncQueueService:
         """As ``QueueService.send_many``."""
         return self._call(self._service.send_many(cast("str", channel), bodies, **options))
 
-    def pause(self, channel: str) -> None:
+    def pause(self, channel: Channel[T] | str) -> None:
         """As ``QueueService.pause``."""
-        self._call(_later(self._service.pause, channel))
+        self._call(_later(self._service.pause, name_of(channel)))
 
-    def resume(self, channel: str) -> None:
+    def resume(self, channel: Channel[T] | str) -> None:
         """As ``QueueService.resume``."""
-        self._call(_later(self._service.resume, channel))
+        self._call(_later(self._service.resume, name_of(channel)))
 
     @property
     def connection_state(self) -> ConnectionState:
@@ -236,23 +236,23 @@ class SyncQueueService:
         """As ``QueueService.queues``."""
         return self._call(self._service.queues())
 
-    def stats(self, name: str) -> QueueStats:
+    def stats(self, name: Channel[T] | str) -> QueueStats:
         """As ``QueueService.stats``."""
         return self._call(self._service.stats(name))
 
-    def peek(self, name: str, limit: int = 10) -> list[Message]:
+    def peek(self, name: Channel[T] | str, limit: int = 10) -> list[Message]:
         """As ``QueueService.peek``."""
         return self._call(self._service.peek(name, limit))
 
-    def purge(self, name: str) -> int:
+    def purge(self, name: Channel[T] | str) -> int:
         """As ``QueueService.purge``."""
         return self._call(self._service.purge(name))
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: Channel[T] | str) -> None:
         """As ``QueueService.delete``."""
         self._call(self._service.delete(name))
 
-    def dead_letters(self, name: str) -> SyncDeadLetters:
+    def dead_letters(self, name: Channel[T] | str) -> SyncDeadLetters:
         """As ``QueueService.dead_letters``."""
         return SyncDeadLetters(self._service.dead_letters(name), self._call)
 

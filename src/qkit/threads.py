@@ -28,7 +28,6 @@ class HandlerThreads:
     """
 
     def __init__(self, name: str = "qkit-handler") -> None:
-        self._name = name
         self._pool = _DaemonPool(name)
 
     def submit(self, call: Callable[[], object]) -> asyncio.Future[object]:
@@ -71,13 +70,13 @@ class _DaemonPool(Executor):
                 future.set_result(result)
 
         with self._lock:
-            self._calls.put(run)
             if self._idle > 0:
                 self._idle -= 1
-                return future
-            self._threads += 1
-        name = f"{self._name}-{next(self._numbers)}"
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+            else:
+                name = f"{self._name}-{next(self._numbers)}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._threads += 1
+            self._calls.put(run)  # last: if no thread can be started, it must not run later
         return future
 
     def close(self) -> None:

@@ -488,7 +488,35 @@ async def test_a_loop_of_sends_lets_other_tasks_have_their_turn(backend: NativeB
             await asyncio.sleep(0)
 
     running = asyncio.ensure_future(other())
-    for number in range(1_000):
-        await backend.publish("q", [Envelope(str(number), b"")])
+    spec = SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
+    async with backend.subscribe(spec):
+        for number in range(1_000):
+            await backend.publish("q", [Envelope(str(number), b"")])
     running.cancel()
     assert turns >= 50
+
+
+async def test_a_receive_cancelled_in_the_pass_of_a_put_is_cancelled_and_nothing_else(
+    backend: NativeBackend,
+) -> None:
+    await backend.declare(QueueSpec(name="q"))
+    spec = SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
+    async with backend.subscribe(spec) as subscription:
+        parked = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0)
+        parked.cancel()
+        await backend.publish("q", [Envelope("a", b"")])
+        with pytest.raises(asyncio.CancelledError):
+            await parked
+        (delivery,) = await subscription.receive(1)
+        assert delivery.envelope.id == "a"
+
+
+async def test_stats_count_each_consumer_once(backend: NativeBackend) -> None:
+    await backend.declare(QueueSpec(name="q"))
+    spec = SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
+    async with backend.subscribe(spec) as subscription:
+        parked = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0)
+        assert (await backend.stats("q")).consumers == 1
+        parked.cancel()

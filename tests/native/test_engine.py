@@ -658,3 +658,24 @@ class TestLife:
         assert actor._timer is None
         await delivery.nack()  # harmless, and arms nothing
         assert actor._timer is None
+
+
+async def test_a_full_dead_letter_queue_made_by_hand_drops_its_oldest(clock: VirtualClock) -> None:
+    async with Engine(clock=clock) as engine:
+        await engine.create("orders_dlq", max_depth=1, dead_letter=False)
+        await engine.create("orders")
+        for number in range(3):
+            await engine.publish("orders", str(number).encode(), ttl=1)
+        await clock.advance(2)
+        assert [letter.body for letter in await engine.dead_letters("orders")] == [b"2"]
+        await engine.publish("orders", b"later", delay=0.5)  # the timer lives on
+        delivery = await engine.consume("orders", timeout=5)
+        assert delivery is not None
+        assert delivery.body == b"later"
+
+
+async def test_a_topic_cannot_keep_dead_letters(clock: VirtualClock) -> None:
+    async with Engine(clock=clock) as engine:
+        await engine.create("orders_dlq", broadcast=True)
+        with pytest.raises(ConfigError, match="topic"):
+            await engine.create("orders")

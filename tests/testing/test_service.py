@@ -195,3 +195,29 @@ async def test_the_fixture_takes_a_service(
     service, _ = shop()
     t = await qkit_service(service)
     assert t.service is service
+
+
+async def test_a_handler_that_never_returns_is_an_error_and_not_a_hang() -> None:
+    @consume("hang")
+    async def hang(body: int) -> None:
+        await asyncio.Event().wait()
+
+    service = QueueService(Settings(type="native", shutdown={"timeout": 1}))
+    service.register(hang)
+    async with TestService(service) as t:
+        await t.send("hang", 1)
+        with pytest.raises(AssertionError, match="hang: 1"):
+            await t.drain()
+
+
+async def test_a_handler_may_take_a_week_in_one_go() -> None:
+    @consume("slow")
+    async def slow(*, body: int) -> None:
+        await asyncio.sleep(WEEK)
+
+    service = QueueService(Settings(type="native"))
+    service.register(slow)
+    async with TestService(service) as t:
+        await t.send("slow", 1)
+        await t.drain()
+        assert [call.body for call in t.handled(slow)] == [1]

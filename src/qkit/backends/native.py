@@ -34,7 +34,7 @@ __all__ = ["NativeBackend", "NativeSubscription"]
 
 _T = TypeVar("_T")
 
-TURN: Final = 10  # messages published between two turns of the event loop
+TURN: Final = 10  # how far a queue may run ahead of its consumers before they get a turn
 
 MEMORY: Final = Capabilities(
     durable=Support.UNSUPPORTED,
@@ -90,7 +90,6 @@ class NativeBackend:
         self._engine = engine if engine is not None else Engine(clock=clock)
         self._clock: Clock = self._engine.clock
         self._callbacks: list[Callable[[DeadLetter], None]] = []
-        self._in_a_row = 0
         self._defaults = QueueConfig(
             max_depth=max_depth,
             max_priority=max_priority,
@@ -149,11 +148,11 @@ class NativeBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        self._in_a_row += len(envelopes)
-        if self._in_a_row > TURN:
-            # Nothing below waits for anything, so a loop of sends would starve its own consumers.
-            self._in_a_row = 0
-            await asyncio.sleep(0)
+        if self._engine.channel(queue, "publish").backlog >= TURN:
+            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
+            # let them have a turn to fetch and one to work for as many as they usually take.
+            for _ in range(2 * -(-len(envelopes) // TURN)):
+                await asyncio.sleep(0)
         put = self._engine.channel(queue, "publish").put
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time

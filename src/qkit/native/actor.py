@@ -7,6 +7,7 @@ and changing it, so a queue needs no lock and never waits for another queue.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 
@@ -60,7 +61,7 @@ class QueueActor:
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
-        self.consumers = 0  # open subscriptions; parked ``consume`` calls are counted beside them
+        self.consumers = 0  # open subscriptions and waiting ``consume`` calls
         self.lost: str | None = None  # why nothing can be received from it any more
         self.on_change: list[Callable[[], None]] = []  # called when leases or the queue are lost
         self._clock = clock
@@ -164,7 +165,7 @@ class QueueActor:
             depth=state.ready,
             in_flight=state.in_flight,
             scheduled=state.scheduled,
-            consumers=self.consumers + sum(not waiter.done() for waiter in self._waiters),
+            consumers=self.consumers,
             published_total=state.published,
             consumed_total=state.claimed,
             acked_total=state.acked,
@@ -184,6 +185,11 @@ class QueueActor:
         for _ in range(min(self.state.ready, len(self._waiters))):
             self.wake()
 
+    @property
+    def backlog(self) -> int:
+        """How many messages wait for consumers that are there."""
+        return self.state.ready if self.consumers else 0
+
     # Parked consumers
 
     async def park(self, waiter: asyncio.Future[None], *, again: bool = False) -> None:
@@ -199,7 +205,8 @@ class QueueActor:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
-                self._waiters.remove(waiter)
+                with contextlib.suppress(ValueError):  # a wake-up in this very pass passed it by
+                    self._waiters.remove(waiter)
             else:
                 self.nudge()  # its wake-up was already given: the next one takes it
             raise
@@ -252,7 +259,12 @@ class QueueActor:
         self._timer = None
         self._armed_at = float("-inf")  # nothing arms it until it has been dealt with
         now = self._clock.monotonic()
-        self._distribute(self.state.advance(now))
+        try:
+            self._distribute(self.state.advance(now))
+        except BaseException:
+            self._armed_at = float("inf")
+            self._rearm()
+            raise
         lease = self.state.next_lease()
         if lease is not None and lease <= now:
             # The loop may have been blocked past the end of the lease. Two passes let the
@@ -267,9 +279,11 @@ class QueueActor:
         if self.lost is not None:
             return
         in_flight = self.state.in_flight
-        self._distribute(self.state.expire(self._clock.monotonic()))
-        self._armed_at = float("inf")
-        self._rearm()
+        try:
+            self._distribute(self.state.expire(self._clock.monotonic()))
+        finally:
+            self._armed_at = float("inf")
+            self._rearm()
         if self.state.in_flight < in_flight:
             for notify in tuple(self.on_change):
                 notify()

@@ -155,6 +155,15 @@ class Engine:
         may have made it longer than a channel's name can be.
         """
         loop = self._own_loop()
+        if config.dead_letter is not None and isinstance(
+            self._channels.get(config.dead_letter), Topic
+        ):
+            raise ConfigError(
+                f"{config.dead_letter!r} is a topic and cannot keep the dead letters of {name!r}",
+                backend="native",
+                operation="declare",
+                queue=name,
+            )
         channel = self._channels.get(name)
         if channel is None:
             self._channels[name] = (
@@ -314,6 +323,7 @@ class Engine:
         loop = self._own_loop()
         claimed: builtins.list[Stored] = []
         again = False
+        actor.consumers += 1
         try:
             async with asyncio.timeout(timeout):
                 while not claimed:
@@ -326,6 +336,8 @@ class Engine:
                     again = True
         except TimeoutError:  # perhaps one came at the very end
             claimed = actor.claim(self._now(), 1, lease, consumer)
+        finally:
+            actor.consumers -= 1
         return claimed
 
     # Dead letters
@@ -371,6 +383,8 @@ class Engine:
             )
             self.declare(name, config, insisted=())
             target = self._channels[name]
+        if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
+            target.reconfigure(replace(target.config, drop_oldest=True))
         envelope = letter.to_envelope()
         target.put(self._now(), envelope.id, envelope.body, envelope.headers, envelope.key)
 

@@ -7,6 +7,7 @@ so durability can be put around it without touching its rules.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
@@ -482,9 +483,16 @@ class QueueState:
         return removed
 
     def remove(self, ids: Collection[str]) -> int:
-        """Forget the messages with these ids unless a consumer holds them; return how many."""
-        wanted = set(ids)
-        found = [message for message, _ in self.waiting() if message.id in wanted]
+        """Forget a message for each of these ids unless a consumer holds it; return how many.
+
+        Of several with one id the first goes: an id that is named twice takes two.
+        """
+        wanted = Counter(ids)
+        found: list[Stored] = []
+        for message, _ in self.waiting():
+            if wanted[message.id] > 0:
+                wanted[message.id] -= 1
+                found.append(message)
         for message in found:
             self._discard(message)
         return len(found)

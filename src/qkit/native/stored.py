@@ -81,6 +81,18 @@ class _Bucket:
             if message.state == READY:
                 yield message
 
+    def head(self) -> Stored | None:
+        """The next message; the stale entries before it go, so that finding it stays cheap."""
+        while self.returned and self.returned[0][1].state != READY:
+            heappop(self.returned)
+            self.stale -= 1
+        if self.returned:
+            return self.returned[0][1]
+        while self.fresh and self.fresh[0].state != READY:
+            self.fresh.popleft()
+            self.stale -= 1
+        return self.fresh[0] if self.fresh else None
+
     def compact(self) -> None:
         self.fresh = deque(message for message in self.fresh if message.state == READY)
         self.returned = [entry for entry in self.returned if entry[1].state == READY]
@@ -151,8 +163,14 @@ class ReadyBuckets:
 
     def oldest(self) -> Stored | None:
         """The message that has been ready longest; at equal times that of lowest priority."""
-        heads = (next(iter(self._buckets[at]), None) for at in sorted(self._buckets))
-        return min((head for head in heads if head), key=lambda head: head.since, default=None)
+        heads: list[Stored] = []
+        for priority in sorted(self._buckets):
+            head = self._buckets[priority].head()
+            if head is not None:
+                heads.append(head)
+            else:
+                self._mask &= ~(1 << priority)
+        return min(heads, key=lambda head: head.since, default=None)
 
     def clear(self) -> None:
         """Forget every message."""

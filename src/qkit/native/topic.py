@@ -66,6 +66,11 @@ class Topic:
         for actor in actors:
             actor.put(now, id, body, headers, key, priority, due, expires)
 
+    @property
+    def backlog(self) -> int:
+        """The longest backlog of a group."""
+        return max((actor.backlog for actor in self.groups.values()), default=0)
+
     def close(self, reason: str) -> None:
         """Close every group."""
         for actor in self.groups.values():

@@ -203,10 +203,14 @@ class TestService:
         calls = self._calls.setdefault(function, [])
         position: dict[str, int] = {param.kind: at for at, param in enumerate(handler.params)}
 
-        def note(args: tuple[object, ...], error: BaseException | None) -> None:
+        names: dict[str, str] = {param.kind: param.name for param in handler.params}
+
+        def note(
+            args: tuple[object, ...], kwargs: dict[str, object], error: BaseException | None
+        ) -> None:
             def part(kind: str) -> object:
-                at = position.get(kind)
-                return args[at] if at is not None and at < len(args) else None
+                at = position.get(kind, len(args))
+                return args[at] if at < len(args) else kwargs.get(names.get(kind, ""))
 
             message = cast("Message | list[Message] | None", part("message"))
             calls.append(Handled(part("body"), message, error))
@@ -215,18 +219,18 @@ class TestService:
             try:
                 result = await cast("Awaitable[object]", handler.call(*args, **kwargs))
             except BaseException as error:
-                note(args, error)
+                note(args, kwargs, error)
                 raise
-            note(args, None)
+            note(args, kwargs, None)
             return result
 
         def watch(*args: object, **kwargs: object) -> object:
             try:
                 result = handler.call(*args, **kwargs)
             except BaseException as error:
-                note(args, error)
+                note(args, kwargs, error)
                 raise
-            note(args, None)
+            note(args, kwargs, None)
             return result
 
         call = functools.wraps(function)(watch_async if handler.is_async else watch)
