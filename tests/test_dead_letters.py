@@ -507,3 +507,29 @@ async def test_a_message_that_fails_again_before_replay_has_removed_it_is_kept(
         (after,) = await letters.list()
         assert after.message_id == before.message_id
         assert after.last_failed_at > before.last_failed_at
+
+
+async def test_a_full_dead_letter_queue_tells_of_what_it_pushes_out(
+    virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    @consume("orders")
+    async def refuse(order: int) -> None:
+        raise Reject(f"order {order}")
+
+    service = QueueService(
+        Settings(type="native", dead_letter={"max_size": 2}), clock=virtual_clock
+    )
+    service.register(refuse)
+    dropped: list[str | None] = []
+
+    def note(event: DeadLettered) -> None:
+        if not event.kept:
+            dropped.append(event.letter.error)
+
+    service.on("dead_letter", note)
+    async with service:
+        await service.send_many("orders", [1, 2, 3])
+        await virtual_clock.advance(1)
+        assert dropped == ["order 1"]
+        assert (await service.stats("orders_dlq")).dropped_total == 1
+    assert "the oldest is dropped" in caplog.text

@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qkit.testing import VirtualClock
+from qkit.testing import TestService, VirtualClock
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -35,6 +37,16 @@ async def test_a_page_is_one_program_that_runs(page: str) -> None:
             result = eval(code, namespace)
             if inspect.isawaitable(result):
                 await result
+
+
+async def test_the_pytest_example_of_the_page_is_itself_a_test(
+    qkit_service: Callable[..., Awaitable[TestService]],
+) -> None:
+    namespace: dict[str, Any] = {}
+    for block in blocks("docs/testing.md"):
+        if "await t.drain()                  " not in block:  # the page's program is run above
+            exec(block, namespace)
+    await namespace["test_a_negative_total_is_rejected"](qkit_service)
 
 
 def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path) -> None:

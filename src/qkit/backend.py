@@ -20,6 +20,7 @@ __all__ = [
     "Capabilities",
     "DeadLetterSource",
     "Delivery",
+    "DroppedLetterSource",
     "QueueSpec",
     "QueueStats",
     "Subscription",
@@ -268,4 +269,13 @@ class DeadLetterSource(Protocol):
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that the backend wrote by itself."""
+        ...
+
+
+@runtime_checkable
+class DroppedLetterSource(Protocol):
+    """A backend that can tell when a full dead-letter queue pushes out its oldest."""
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that was pushed out."""
         ...

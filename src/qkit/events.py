@@ -56,7 +56,10 @@ class Retried:
 
 @dataclass(frozen=True, slots=True)
 class DeadLettered:
-    """``dead_letter``: a message failed for good. ``kept`` is false where no queue keeps it."""
+    """``dead_letter``: a message failed for good.
+
+    ``kept`` is false where no queue keeps it, or keeps it no longer because it was full.
+    """
 
     letter: DeadLetter
     kept: bool = True

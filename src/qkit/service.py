@@ -20,6 +20,7 @@ from qkit.backend import (
     Backend,
     Capabilities,
     DeadLetterSource,
+    DroppedLetterSource,
     QueueStats,
     SubscriptionSpec,
 )
@@ -268,6 +269,8 @@ class QueueService:
             )
         if isinstance(self._backend, DeadLetterSource) and not self._hears_deaths:
             self._backend.on_dead_letter(self._died_in_backend)
+            if isinstance(self._backend, DroppedLetterSource):
+                self._backend.on_dropped_letter(self._letter_was_dropped)
             self._hears_deaths = True  # also if this start fails and is tried again
         for route in self._routes.known():
             await self._producer.declare(route)
@@ -632,6 +635,17 @@ class QueueService:
                     events=self._events,
                     consumer=letter.group or route.name,
                 )
+
+    def _letter_was_dropped(self, letter: DeadLetter) -> None:
+        """The dead letters are full and the oldest went: the one thing that qkit lets go."""
+        logger.error(
+            "%s: the dead letters are full, the oldest is dropped: message %s (%s)",
+            letter.channel,
+            letter.message_id,
+            letter.reason,
+            extra={"queue": letter.channel, "message_id": letter.message_id},
+        )
+        self._events.emit(DeadLettered(letter, kept=False))
 
     # -- administration ----------------------------------------------------------------------
 

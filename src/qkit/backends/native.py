@@ -90,6 +90,7 @@ class NativeBackend:
         self._engine = engine if engine is not None else Engine(clock=clock)
         self._clock: Clock = self._engine.clock
         self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
         self._defaults = QueueConfig(
             max_depth=max_depth,
             max_priority=max_priority,
@@ -106,6 +107,8 @@ class NativeBackend:
                 self._engine = Engine(clock=self._clock)
                 for callback in self._callbacks:
                     self._engine.on_dead_letter(callback)
+                for callback in self._drop_callbacks:
+                    self._engine.on_dropped_letter(callback)
             await self._engine.__aenter__()
         await self.ping()
 
@@ -247,6 +250,11 @@ class NativeBackend:
         """
         self._callbacks.append(callback)
         self._engine.on_dead_letter(callback)
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._drop_callbacks.append(callback)
+        self._engine.on_dropped_letter(callback)
 
 
 class NativeSubscription:

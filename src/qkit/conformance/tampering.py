@@ -12,7 +12,16 @@ from qkit.message import Envelope, Sent
 
 __all__ = ["Tampered"]
 
-_OPTIONAL = ("queues", "stats", "peek", "purge", "remove", "delete", "on_dead_letter")
+_OPTIONAL = (
+    "queues",
+    "stats",
+    "peek",
+    "purge",
+    "remove",
+    "delete",
+    "on_dead_letter",
+    "on_dropped_letter",
+)
 
 
 class Tampered:

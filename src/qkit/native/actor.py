@@ -30,6 +30,7 @@ class QueueActor:
         "_clock",
         "_loop",
         "_on_dead",
+        "_on_evicted",
         "_timer",
         "_waiters",
         "config",
@@ -49,6 +50,7 @@ class QueueActor:
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         on_dead: Callable[[QueueActor, list[Dead]], None],
+        on_evicted: Callable[[list[Envelope]], None],
         group: str | None = None,
     ) -> None:
         self.name = name
@@ -67,6 +69,7 @@ class QueueActor:
         self._clock = clock
         self._loop = loop
         self._on_dead = on_dead
+        self._on_evicted = on_evicted
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
@@ -96,6 +99,10 @@ class QueueActor:
     ) -> int | None:
         """Add a message and wake a consumer for it; see ``QueueState.put``."""
         position = self.state.put(now, id, body, headers, key, priority, due, expires)
+        if self.state.evicted:
+            offset = self._clock.time() - now
+            self._on_evicted([envelope_of(message, offset) for message in self.state.evicted])
+            self.state.evicted.clear()
         if self._waiters and position is not None:
             self.wake()
         if due is not None or expires is not None:

@@ -62,6 +62,7 @@ class Engine:
         self._channels: dict[str, QueueActor | Topic] = {}
         self._insisted: dict[str, frozenset[str]] = {}  # the fields its declarations named
         self._callbacks: builtins.list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
 
     # Life
 
@@ -195,7 +196,13 @@ class Engine:
         group: str | None = None,
     ) -> QueueActor:
         return QueueActor(
-            name, config, clock=self.clock, loop=loop, on_dead=self._route, group=group
+            name,
+            config,
+            clock=self.clock,
+            loop=loop,
+            on_dead=self._route,
+            on_evicted=self._tell_dropped,
+            group=group,
         )
 
     def _new_group(self, topic: Topic, group: str) -> QueueActor:
@@ -364,11 +371,15 @@ class Engine:
             else:
                 self._put_dead_letter(actor, letter)
                 actor.state.dead_lettered += 1
-            for callback in self._callbacks:
-                try:
-                    callback(letter)
-                except Exception:
-                    logger.exception("a dead-letter callback failed; the letter is safe")
+            _tell(self._callbacks, letter)
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._drop_callbacks.append(callback)
+
+    def _tell_dropped(self, envelopes: builtins.list[Envelope]) -> None:
+        for envelope in envelopes:
+            _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
 
     def _put_dead_letter(self, actor: QueueActor, letter: DeadLetter) -> None:
         name = actor.config.dead_letter
@@ -425,6 +436,14 @@ class Engine:
         target = self.channel(name, "dead_letters").config.dead_letter
         channel = self._channels.get(target) if target is not None else None
         return channel if isinstance(channel, QueueActor) else None
+
+
+def _tell(callbacks: builtins.list[Callable[[DeadLetter], None]], letter: DeadLetter) -> None:
+    for callback in callbacks:
+        try:
+            callback(letter)
+        except Exception:
+            logger.exception("a dead-letter callback failed; nothing else did")
 
 
 def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | None, float | None]:

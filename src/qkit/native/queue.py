@@ -65,6 +65,7 @@ class QueueState:
         "dead",
         "dead_lettered",
         "dropped",
+        "evicted",
         "first_claimed",
         "name",
         "published",
@@ -88,7 +89,8 @@ class QueueState:
             max_deliveries=max_deliveries,
             drop_oldest=drop_oldest,
         )
-        self.dead: list[Dead] = []  # collected and emptied by the owner
+        self.dead: list[Dead] = []  # collected and emptied by the owner, and so are the next
+        self.evicted: list[Stored] = []  # the oldest of a full queue, pushed out
 
         self._size = 0
         self._next = 0  # the last delivery's token
@@ -225,6 +227,7 @@ class QueueState:
         if oldest is not None:  # else consumers hold every one: one over the limit, then
             self._discard(oldest)
             self.dropped += 1
+            self.evicted.append(oldest)
 
     def _schedule(self, message: Stored, due: float) -> None:
         message.state = SCHEDULED
