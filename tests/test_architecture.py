@@ -19,7 +19,7 @@ ORDER = [
     ["config", "codec", "matrix"],
     ["native"],
     ["backends"],
-    ["retry", "breaker", "telemetry", "events", "channels", "threads", "signatures"],
+    ["retry", "breaker", "telemetry", "events", "channels", "threads", "signatures", "deadlines"],
     ["health", "decorators"],
     ["registry"],
     ["routes", "executor"],

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from qkit.backend import Backend
 from qkit.breaker import CircuitBreaker
+from qkit.deadlines import Deadlines
 from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError, SendTimeout
 from qkit.health import Connection
 from qkit.logs import logger
@@ -49,6 +50,7 @@ class Sender:
         self._connection = connection
         self._backoff = backoff
         self._outboxes: dict[str, _Outbox] = {}
+        self._deadlines = Deadlines(timeout)
         self._active = 0  # sends and round trips that have not ended
         self._idle = asyncio.Event()
 
@@ -67,7 +69,7 @@ class Sender:
         open, ``PartialSend`` when only some were accepted, or what the backend said.
         """
         failures: list[QueueError] = []
-        scope = asyncio.timeout(self.timeout)
+        scope = self._deadlines.begin()
         pending = [] if prepare is None else [prepare]
         self.begin()
         try:
@@ -105,6 +107,7 @@ class Sender:
                 message_id=_only_id(envelopes),
             ) from (failures[-1] if failures else None)
         finally:
+            self._deadlines.end(scope)
             self.end()
 
     async def drain(self) -> None:

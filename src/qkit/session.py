@@ -30,6 +30,7 @@ class Session:
         self._settlement = consumer.settlement
         self._counters = consumer.counters
         self._room = asyncio.Event()  # the fetcher should look again
+        self._starved = False  # it waits for that
         self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
         self._holding = asyncio.Event()  # there are leases to renew
         self._receiving: asyncio.Timeout | None = None
@@ -140,7 +141,9 @@ class Session:
             limit = self._free()
             if limit <= 0 or self._consumer.quiet:
                 self._room.clear()
+                self._starved = True
                 await self._room.wait()
+                self._starved = False
                 continue
             self._consumer.last_poll_at = self._consumer.clock.time()
             try:
@@ -177,7 +180,7 @@ class Session:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self._free() > 0:
+        if self._starved and self._free() > 0:
             self._room.set()
 
     # -- working -----------------------------------------------------------------------------
