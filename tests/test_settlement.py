@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 
 import pytest
@@ -23,6 +24,7 @@ class Bench:
     """A settlement with everything around it in sight."""
 
     def __init__(self, clock, *, ordered=False, letters=True, broadcast=False) -> None:
+        self.over = asyncio.Event()
         self.order: list[object] = []
         self.letters: list[DeadLetter] = []
         self.fails: dict[str, BaseException | float] = {}
@@ -67,7 +69,7 @@ class Bench:
 
     async def settle(self, outcome, envelope: Envelope | None = None) -> None:
         envelope = envelope or Envelope("0190", b"{}", attempt=2)
-        await self.settlement.settle(self, Delivery(envelope, "orders", 1), outcome)  # type: ignore[arg-type]
+        await self.settlement.settle(self, Delivery(envelope, "orders", 1), outcome, self.over)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -201,15 +203,16 @@ async def test_without_dead_letters_a_final_failure_is_logged_acked_and_counted(
 
 
 @pytest.mark.parametrize("failure", [QueueFull("full"), TimeoutError()])
-async def test_a_dead_letter_that_cannot_be_written_is_given_back_and_not_acked(
+async def test_a_dead_letter_that_cannot_be_written_is_given_back_when_the_session_is_over(
     bench, caplog, failure
 ):
     bench.fails["write"] = failure
+    bench.over.set()
     await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
-    assert bench.order == [("release", 1.0, False)]
+    assert bench.order == [("release", 0.0, False)]
     assert (bench.counters.failed, bench.counters.dead_lettered) == (0, 0)
     assert bench.events == []
-    assert "no dead letter could be written: given back" in record_of(caplog).getMessage()
+    assert "no dead letter could be written" in record_of(caplog).getMessage()
 
 
 async def test_a_write_that_takes_all_its_time_leaves_time_to_give_back(bench):
@@ -218,8 +221,25 @@ async def test_a_write_that_takes_all_its_time_leaves_time_to_give_back(bench):
         raise TimeoutError
 
     bench.settlement._write = slow
+    bench.over.set()
     await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
-    assert bench.order == [("release", 1.0, False)]
+    assert bench.order == [("release", 0.0, False)]
+
+
+async def test_a_dead_letter_is_tried_again_with_backoff_while_its_message_is_held(bench, clock):
+    tries: list[float] = []
+
+    async def late(letter: DeadLetter) -> None:
+        tries.append(clock.monotonic())
+        if len(tries) < 4:
+            raise QueueFull("full")
+
+    bench.settlement._write = late
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
+    waits = [after - before for before, after in itertools.pairwise(tries)]
+    assert all(0.5 * 2**n <= wait <= 0.55 * 2**n for n, wait in enumerate(waits))
+    assert bench.order == ["ack"]
+    assert bench.counters.dead_lettered == 1
 
 
 @pytest.mark.parametrize(
@@ -287,8 +307,6 @@ async def test_a_message_outlives_a_broken_dead_letter_queue(clock):
         await clock.advance(10)
         assert backend.of("release", "publish", "ack") == [
             ("publish", "orders", sent.message_id),
-            ("release", sent.message_id, 1.0, False),
-            ("release", sent.message_id, 1.0, False),
             ("publish", "orders_dlq", sent.message_id),
             ("ack", sent.message_id),
         ]
@@ -305,7 +323,6 @@ async def test_a_message_outlives_an_outage_of_the_way_to_the_dead_letters(clock
         await clock.advance(20)
         assert backend.of("release", "publish", "ack") == [
             ("publish", "orders", sent.message_id),
-            ("release", sent.message_id, 1.0, False),
             ("publish", "orders_dlq", sent.message_id),
             ("ack", sent.message_id),
         ]
@@ -342,3 +359,16 @@ async def test_an_error_that_cannot_be_shown_ends_in_one_dead_letter(clock):
         assert letter.attempts == 2
         assert "cannot be shown" in (letter.error or "")
         assert service.health_check().status == "healthy"
+
+
+async def test_a_shutdown_gives_back_what_waits_for_its_dead_letter(clock):
+    backend = ScriptedBackend()
+    service = make_service(consume("orders")(reject), clock=clock, backend=backend)
+    await service.start()
+    sent = await service.send("orders", 1)
+    backend.script("publish", *[QueueFull("full")] * 50)
+    await clock.advance(5)
+    began = clock.monotonic()
+    await service.shutdown(timeout=5)
+    assert clock.monotonic() - began < 1
+    assert backend.of("release", "ack") == [("release", sent.message_id, 0.0, False)]

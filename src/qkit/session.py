@@ -34,6 +34,7 @@ class Session:
         self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
         self._holding = asyncio.Event()  # there are leases to renew
         self._receiving: asyncio.Timeout | None = None
+        self._over = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
         self._abandoned = asyncio.get_running_loop().create_future()
@@ -100,6 +101,7 @@ class Session:
                 self._lose(job)
             self._intake.withdraw()
             self._leave_threads()
+            self._over.set()
             return error
         return None
 
@@ -107,6 +109,7 @@ class Session:
         """The task group cancels the workers: let them give back what they hold, and end."""
         for job in self.held:
             job.abandoned = True
+        self._over.set()
         self._intake.withdraw()
         self._intake.close()
 
@@ -114,6 +117,8 @@ class Session:
         """The consumer's state changed: take back what has not started, let the fetcher look."""
         if self._consumer.quiet or self._consumer.stopping:
             self._withdrawn += self._intake.withdraw()
+        if self._consumer.stopping:
+            self._over.set()
         self._room.set()
         if self._receiving is not None and not self._receiving.expired():
             self._receiving.reschedule(asyncio.get_running_loop().time())
@@ -172,7 +177,7 @@ class Session:
         while self._withdrawn:
             job = self._withdrawn.pop()
             if not job.lost:
-                await self._settlement.settle(self._subscription, job.delivery, ABANDON)
+                await self._settlement.settle(self._subscription, job.delivery, ABANDON, self._over)
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -257,7 +262,7 @@ class Session:
                     self._consumer.recovered()
             elif isinstance(outcome, Pause):
                 outcome = self._consumer.rest(outcome)
-            await self._settlement.settle(self._subscription, job.delivery, outcome)
+            await self._settlement.settle(self._subscription, job.delivery, outcome, self._over)
         self._finish(job)
 
     async def _outlive(self, thread: asyncio.Future[object]) -> None:

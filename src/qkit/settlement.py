@@ -19,8 +19,11 @@ from qkit.executor import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.health import ChannelCounters, Connection
 from qkit.logs import logger
 from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
+from qkit.retry import Backoff
 
 __all__ = ["Settlement"]
+
+REWRITE = Backoff(initial=0.5, multiplier=2.0, maximum=10.0, jitter=0.1)
 
 WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
@@ -63,14 +66,21 @@ class Settlement:
         self.last_settle_at: float | None = None
 
     async def settle(
-        self, subscription: Subscription, delivery: Delivery, outcome: Outcome
+        self,
+        subscription: Subscription,
+        delivery: Delivery,
+        outcome: Outcome,
+        over: asyncio.Event,
     ) -> None:
-        """Carry out ``outcome``. What cannot be settled is logged: the broker delivers it again."""
+        """Carry out ``outcome``. What cannot be settled is logged: the broker delivers it again.
+
+        ``over`` is set when the subscription ends: nothing may be tried again after that.
+        """
         try:
             if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
                 await subscription.ack(delivery)
             elif isinstance(outcome, Dead):
-                await self._bury(subscription, delivery, outcome)
+                await self._bury(subscription, delivery, outcome, over)
             else:
                 async with asyncio.timeout(self._timeout):
                     await self._carry_out(subscription, delivery, outcome)
@@ -118,7 +128,13 @@ class Settlement:
             Retried(self._channel, envelope.id, envelope.attempt, outcome.delay, outcome.error)
         )
 
-    async def _bury(self, subscription: Subscription, delivery: Delivery, outcome: Dead) -> None:
+    async def _bury(
+        self,
+        subscription: Subscription,
+        delivery: Delivery,
+        outcome: Dead,
+        over: asyncio.Event,
+    ) -> None:
         letter = DeadLetter.of(
             delivery.envelope,
             channel=self._channel,
@@ -128,13 +144,10 @@ class Settlement:
             at=self._clock.time(),
         )
         if self._write is not None:
-            try:
-                await self._write(letter)  # bounded by itself: what follows needs its own time
-            except (QueueError, TimeoutError) as error:
-                self._warn("no dead letter could be written: given back", delivery, error)
+            written = await self._written(self._write, letter, delivery, over)
+            if not written:
                 async with asyncio.timeout(self._timeout):
-                    wait = 1.0 if self._can_delay else 0.0
-                    await subscription.release(delivery, wait, count_attempt=False)
+                    await subscription.release(delivery, 0.0, count_attempt=False)
                 return
         record_death(
             letter,
@@ -146,6 +159,33 @@ class Settlement:
         )
         async with asyncio.timeout(self._timeout):
             await subscription.ack(delivery)
+
+    async def _written(
+        self, write: WriteDeadLetter, letter: DeadLetter, delivery: Delivery, over: asyncio.Event
+    ) -> bool:
+        """Write a dead letter until it is confirmed; false if the session is over before that.
+
+        Meanwhile the delivery is held. Giving it back would run its handler again, although its
+        failure is final.
+        """
+        failures = 0
+        while True:
+            try:
+                await write(letter)  # it has a deadline of its own
+            except (QueueError, TimeoutError) as error:
+                failures += 1
+                wait = REWRITE.after(failures)
+                self._warn(
+                    f"no dead letter could be written, again in {wait:.1f} s", delivery, error
+                )
+            else:
+                return True
+            try:
+                async with asyncio.timeout(wait):
+                    await over.wait()
+            except TimeoutError:
+                continue
+            return False
 
     def _warn(self, text: str, subject: Delivery | Envelope, error: BaseException) -> None:
         envelope = subject.envelope if isinstance(subject, Delivery) else subject
