@@ -178,7 +178,7 @@ def _shown(info: FieldInfo, value: object) -> str:
 
 def _members(annotation: object) -> list[type]:
     union = get_origin(annotation) in (Union, UnionType)
-    return list(get_args(annotation)) if union else [annotation]  # type: ignore[list-item]
+    return list(get_args(annotation)) if union else [annotation]  # type: ignore[list-item]  # fields are annotated with types
 
 
 def takes_bool(info: FieldInfo) -> bool:

@@ -62,7 +62,6 @@ class Consumer:
         self.ordered = ordered
         self.lease = lease
         self.stopping = False
-        self.abandoning = False
         self.probing = False  # after a rest: one message at a time until one succeeds
         self._backend = backend
         self._declare = declare
@@ -162,7 +161,6 @@ class Consumer:
 
     def abandon(self) -> int:
         """Cancel the handlers that still run; return how many. Their messages are given back."""
-        self.abandoning = True
         return self._session.abandon() if self._session else 0
 
     def pause(self) -> None:

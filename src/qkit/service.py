@@ -113,8 +113,7 @@ class QueueService:
         self._state: State = "new"
         self._consumers: dict[Consumer, asyncio.Task[None]] = {}
         self._monitor: asyncio.Task[None] | None = None
-        self._ping_every: float | None = PING_EVERY
-        self._keeps_leases = True
+        self._recurs = True  # pings and lease renewals
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -169,8 +168,7 @@ class QueueService:
         self._require("rewire", "new")
         self._wire(backend, clock)
         self._registry.handlers = [watch(handler) for handler in self._registry.handlers]
-        self._ping_every = None
-        self._keeps_leases = False
+        self._recurs = False
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -280,8 +278,8 @@ class QueueService:
             self._consumers[consumer] = asyncio.create_task(
                 consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
             )
-        if self._ping_every is not None:
-            self._monitor = asyncio.create_task(self._watch(self._ping_every), name="qkit monitor")
+        if self._recurs:
+            self._monitor = asyncio.create_task(self._watch(PING_EVERY), name="qkit monitor")
         with contextlib.suppress(TimeoutError):  # a consumer that is late goes on trying
             async with asyncio.timeout(self.settings.send_timeout):
                 for consumer in self._consumers:
@@ -327,7 +325,7 @@ class QueueService:
                 consumer=consumer_name,
                 prefetch=self._routes.prefetch(route, handler),
                 broadcast=route.broadcast,
-                ack_deadline=lease if self._keeps_leases else FOREVER,
+                ack_deadline=lease if self._recurs else FOREVER,
             ),
             executor=executor,
             settlement=settlement,
@@ -335,7 +333,7 @@ class QueueService:
             connection=self._connection,
             clock=self._clock,
             ordered=route.ordered,
-            lease=lease if self._keeps_leases else None,
+            lease=lease if self._recurs else None,
         )
 
     def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:

@@ -115,8 +115,7 @@ class Session:
 
     def interrupt(self) -> None:
         """The consumer's state changed: take back what has not started, let the fetcher look."""
-        if self._consumer.quiet or self._consumer.stopping:
-            self._withdrawn += self._intake.withdraw()
+        self._take_back()
         if self._consumer.stopping:
             self._over.set()
         self._room.set()
@@ -163,8 +162,12 @@ class Session:
             self._counters.received += len(deliveries)
             self._holding.set()  # before a handler runs, which may block the loop at once
             self._intake.take(deliveries)
-            if self._consumer.quiet or self._consumer.stopping:
-                self._withdrawn += self._intake.withdraw()
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """What no worker has started on, if none may be started now."""
+        if self._consumer.quiet or self._consumer.stopping:
+            self._withdrawn += self._intake.withdraw()
 
     def _free(self) -> int:
         """How many more to ask for; none while so few fit that asking is not worth its cost."""
@@ -194,8 +197,7 @@ class Session:
         task = _current_task()
         while (job := await self._intake.next()) is not None:
             if job.lost:
-                self._log_lost(job)
-                self._finish(job)
+                self._let_go(job)
                 continue
             job.task = task
             self._counters.in_flight += 1
@@ -222,8 +224,7 @@ class Session:
             jobs = [job for job in gathered if not job.lost]
             for job in gathered:
                 if job.lost:
-                    self._log_lost(job)
-                    self._finish(job)
+                    self._let_go(job)
             if not jobs:
                 continue
             for job in jobs:
@@ -253,16 +254,16 @@ class Session:
             while task.cancelling():
                 task.uncancel()
         if job.lost:
-            self._log_lost(job)
-        else:
-            if job.abandoned and outcome is not DONE:
-                outcome = ABANDON  # however it put it, it failed because it was cancelled
-            if outcome is DONE:
-                if self._consumer.probing:
-                    self._consumer.recovered()
-            elif isinstance(outcome, Pause):
-                outcome = self._consumer.rest(outcome)
-            await self._settlement.settle(self._subscription, job.delivery, outcome, self._over)
+            self._let_go(job)
+            return
+        if job.abandoned and outcome is not DONE:
+            outcome = ABANDON  # however it put it, it failed because it was cancelled
+        if outcome is DONE:
+            if self._consumer.probing:
+                self._consumer.recovered()
+        elif isinstance(outcome, Pause):
+            outcome = self._consumer.rest(outcome)
+        await self._settlement.settle(self._subscription, job.delivery, outcome, self._over)
         self._finish(job)
 
     async def _outlive(self, thread: asyncio.Future[object]) -> None:
@@ -310,7 +311,8 @@ class Session:
         if job.task is not None:
             job.task.cancel()
 
-    def _log_lost(self, job: Job) -> None:
+    def _let_go(self, job: Job) -> None:
+        """Another has the message now: there is nothing to settle."""
         logger.warning(
             "%s: the lease of message %s was lost, its handler was stopped",
             self._consumer.channel,
@@ -322,6 +324,7 @@ class Session:
                 "attempt": job.delivery.envelope.attempt,
             },
         )
+        self._finish(job)
 
 
 def _current_task() -> asyncio.Task[None]:

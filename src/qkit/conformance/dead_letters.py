@@ -110,7 +110,7 @@ class DeadLetterRecords(Harness):
         letters = service.dead_letters(name)
 
         async def found(**filters: str) -> list[str]:
-            return [letter.message_id for letter in await letters.list(**filters)]  # type: ignore[arg-type]
+            return [letter.message_id for letter in await letters.list(**filters)]  # type: ignore[arg-type]  # limit is no filter here
 
         assert await found(reason="ExplicitNack") == ids[:1]
         assert await found(reason="MaxRetriesExceeded") == ids[1:]

@@ -155,7 +155,7 @@ class Deliveries(Harness):
             await self.elapse(0.3)
             begun = loop.time()
             await service.send(name, number)
-            await self.until(lambda number=number: len(called) > number)  # type: ignore[misc]
+            await self.until(lambda number=number: len(called) > number)  # type: ignore[misc]  # mypy cannot infer it
             assert called[number] - begun <= 1.0
 
     # -- how many ----------------------------------------------------------------------------

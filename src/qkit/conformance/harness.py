@@ -175,7 +175,7 @@ class Harness:
         """Declare a queue with its dead-letter queue, as a service would."""
         letters = QueueSpec(name=f"{name}.dead", max_depth=10_000, drop_oldest=True)
         values: dict[str, object] = {"dead_letter": letters.name, "max_deliveries": 3} | options
-        spec = QueueSpec(name=name, **values)  # type: ignore[arg-type]
+        spec = QueueSpec(name=name, **values)  # type: ignore[arg-type]  # any field
         if spec.dead_letter is not None:
             await backend.declare(letters)
         await backend.declare(spec)
@@ -187,14 +187,14 @@ class Harness:
     ) -> AsyncGenerator[Subscription, None]:
         """A subscription on a declared queue."""
         values: dict[str, object] = {"group": "g", "consumer": f"c{next(_numbers)}"} | options
-        spec = SubscriptionSpec(queue=name, prefetch=prefetch, **values)  # type: ignore[arg-type]
+        spec = SubscriptionSpec(queue=name, prefetch=prefetch, **values)  # type: ignore[arg-type]  # any field
         async with backend.subscribe(spec) as subscription:
             yield subscription
 
     async def put(self, backend: Backend, name: str, *bodies: str, **fields: object) -> list[str]:
         """Publish bodies; return their ids."""
         envelopes = [
-            Envelope(new_id(), body.encode(), **fields)  # type: ignore[arg-type]
+            Envelope(new_id(), body.encode(), **fields)  # type: ignore[arg-type]  # any field
             for body in bodies
         ]
         await backend.publish(name, envelopes)

@@ -164,7 +164,7 @@ class Sending(Harness):
         await sender.send(orders, Order(id=2))
         await self.until(lambda: len(got) == 2)
         with pytest.raises(InvalidBody):
-            await sender.send(orders, Invoice(number="1"))  # type: ignore[misc]
+            await sender.send(orders, Invoice(number="1"))  # type: ignore[misc]  # the mistake is the point
         with pytest.raises(InvalidBody):
             await sender.send(name, {"id": "x"})
         with pytest.raises(ConfigError, match="Invoice"):

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from qkit.backend import Backend, Delivery
+from qkit.backend import Backend, Delivery, Subscription
 from qkit.conformance.harness import Harness, bodies, requires
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
@@ -232,10 +232,10 @@ class Settlement(Harness):
         sent: list[str] = []
         got: list[str] = []
 
-        async def settle(subscription: object, deliveries: list[Delivery]) -> None:
+        async def settle(subscription: Subscription, deliveries: list[Delivery]) -> None:
             for delivery in deliveries:
                 got.append(delivery.envelope.id)
-                await subscription.ack(delivery)  # type: ignore[attr-defined]
+                await subscription.ack(delivery)
 
         async with self.subscribe(backend, name, prefetch=100) as subscription:
             for number in range(50):
