@@ -21,6 +21,11 @@ The tree::
     ├── PartialSend                 some messages of a batch were accepted, others were not
     ├── SendTimeout                 no confirmation within send_timeout
     ├── HandlerTimeout              a handler ran longer than its timeout
+    ├── StorageError                the disk of a native directory refused; nothing was stored
+    │   ├── LogLocked               another process owns the directory: its pid
+    │   ├── LogVersion              files of a format that this qkit does not read
+    │   ├── LogDamaged              stored records that cannot be read: where
+    │   └── ReadOnly                a sync failed: reopen before anything more is written
     └── BackendUnavailable          the connection failed; trying again may help
         ├── CircuitOpen             too many connection failures: not even tried
         └── SubscriptionLost        a consumer's subscription broke and must be opened again
@@ -35,7 +40,8 @@ The tree::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from qkit.message import Sent
@@ -47,6 +53,7 @@ __all__ = [
     "CircuitOpen",
     "ConfigError",
     "ConsumerNotFound",
+    "Damage",
     "DecodeError",
     "HandlerError",
     "HandlerTimeout",
@@ -55,16 +62,21 @@ __all__ = [
     "InvalidName",
     "InvalidPriority",
     "LifecycleError",
+    "LogDamaged",
+    "LogLocked",
+    "LogVersion",
     "MessageNotFound",
     "PartialSend",
     "PayloadTooLarge",
     "QueueError",
     "QueueFull",
     "QueueNotFound",
+    "ReadOnly",
     "Reject",
     "Retry",
     "SendTimeout",
     "Signal",
+    "StorageError",
     "SubscriptionLost",
     "Unavailable",
     "Unsupported",
@@ -227,6 +239,60 @@ class SendTimeout(QueueError, TimeoutError):
 
 class HandlerTimeout(QueueError, TimeoutError):
     """A handler ran longer than its ``timeout``."""
+
+
+class StorageError(QueueError):
+    """The disk refused: nothing of this call was stored. Its ``cause`` says why.
+
+    Free some space or set the permissions right, then try again: the engine goes on.
+    """
+
+
+class LogLocked(StorageError):
+    """Another process owns the directory; ``pid`` is its number if it can be known."""
+
+    pid: int | None = None
+
+
+class LogVersion(StorageError):
+    """The files are of a format that this qkit does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes of a segment that are no record.
+
+    ``torn``: the end of the log, of a write that a crash cut short; it was cut off. ``unsynced``:
+    a hole among the last writes, none of which was confirmed; it was closed. ``header``: one of the
+    two copies, restored from the other. ``damaged``: records that had been stored are lost.
+    """
+
+    kind: Literal["torn", "unsynced", "header", "damaged"]
+    segment: int
+    offset: int
+    length: int
+    words: str = ""
+
+    def __str__(self) -> str:
+        text = f"segment {self.segment}, offset {self.offset}: {self.length} bytes {self.kind}"
+        return f"{text} ({self.words})" if self.words else text
+
+
+class LogDamaged(StorageError):
+    """Records that were safely stored cannot be read; ``damage`` says where.
+
+    Nothing was changed. Restore the directory from a copy, or open it with ``repair=True``: that
+    keeps every record that is whole and sets the damaged files aside.
+    """
+
+    damage: Sequence[Damage] = ()
+
+
+class ReadOnly(StorageError):
+    """A sync failed, so it is not known what is on the disk: the log takes nothing more.
+
+    What was confirmed before is safe. Look after the disk, then close the engine and open it again.
+    """
 
 
 class BackendUnavailable(QueueError, ConnectionError):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qkit.native.disk import Disk, LogLocked, StorageError
+from qkit.errors import LogLocked, StorageError
+from qkit.native.disk import Disk
 from qkit.native.log import Log
 from tests.support.crasher import content
 

@@ -206,14 +206,14 @@ class QueueModel(RuleBasedStateMachine):
     @rule()
     def purge(self) -> None:
         kept = self.held()
-        assert self.queue.purge() == len(self.messages) - len(kept)
+        assert len(self.queue.purge()) == len(self.messages) - len(kept)
         self.messages = kept
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         message = data.draw(st.sampled_from(self.messages))
-        assert self.queue.remove([message.id]) == (message.token is None)
+        assert len(self.queue.remove([message.id])) == (message.token is None)
         if message.token is None:
             self.messages.remove(message)
 

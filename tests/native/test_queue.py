@@ -374,7 +374,7 @@ def test_purge_leaves_what_is_held() -> None:
     put(queue, "held", "a", expires=50.0)
     put(queue, "b", due=5.0)
     (held,) = claim(queue, 1)
-    assert queue.purge() == 2
+    assert len(queue.purge()) == 2
     assert (queue.ready, queue.scheduled, queue.in_flight) == (0, 0, 1)
     queue.release(1.0, held.state)
     assert waiting(queue) == ["held"]
@@ -386,9 +386,9 @@ def test_remove_takes_named_ones_unless_held() -> None:
     put(queue, "held", "a", "b", "a")
     put(queue, "later", due=5.0)
     claim(queue, 1)
-    assert queue.remove(["held", "a", "later", "unknown"]) == 2
+    assert len(queue.remove(["held", "a", "later", "unknown"])) == 2
     assert waiting(queue) == ["b", "a"]  # an id takes one, the oldest; named twice it takes two
-    assert queue.remove(["a", "a"]) == 1
+    assert len(queue.remove(["a", "a"])) == 1
     assert ids(claim(queue, now=10.0)) == ["b"]
 
 
@@ -426,10 +426,11 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
         if n % 2:
             queue.extend(0.0, message.state, 60.0)
         queue.ack(message.state)
-    assert len(queue._deadlines) < 200
+    assert len(queue._ends) < 200
     assert len(queue._expiries._heap) < 300
     assert queue.next_due() is None
-    assert not queue._extended
+    assert not queue._leases
+    assert not queue._strays
     assert not queue._held_by
 
 
@@ -437,11 +438,42 @@ def test_renewals_leave_no_garbage_behind() -> None:
     queue = QueueState("q")
     put(queue, "a")
     (message,) = claim(queue)
+    put(queue, "b")
+    (long,) = queue.claim(0.0, 1, 1e6)
     for n in range(5_000):
         queue.extend(n * 10.0, message.state, LEASE)
-    assert len(queue._deadlines) < 200
+    assert len(queue._ends) < 200
     queue.expire(5_000 * 10.0)
     assert queue.holds(message.state)
+    assert queue.holds(long.state)
+
+
+def test_leases_of_any_length_end_in_their_order() -> None:
+    queue = QueueState("q")
+    leases = [30.0, 5.0, 60.0, 1.0, 30.0, 90.0]
+    for n, lease in enumerate(leases):
+        put(queue, str(n))
+        queue.claim(0.0, 1, lease)
+    ended: list[float] = []
+    while (due := queue.next_lease()) is not None:
+        before = queue.in_flight
+        queue.expire(due)
+        ended += [due] * (before - queue.in_flight)
+    assert ended == sorted(leases)
+
+
+def test_what_a_lost_consumer_held_comes_back_or_dies_at_once() -> None:
+    queue = QueueState("q", max_deliveries=2)
+    put(queue, "once")
+    put(queue, "twice")
+    first, second = queue.claim(0.0, 2, LEASE, "worker")
+    queue.ack(first.state)
+    assert queue.abandon(1.0, [first.state, second.state]) == []
+    (again,) = queue.claim(1.0, 1, LEASE, "worker")
+    (dead,) = queue.abandon(1.0, [again.state])
+    assert (dead.message.id, dead.reason) == ("twice", Reason.MAX_RETRIES_EXCEEDED)
+    assert "ended with its consumer, last with consumer worker" in str(dead.error)
+    assert queue.next_due() is None
 
 
 def test_messages_that_expire_in_the_middle_leave_no_garbage_behind() -> None:
@@ -474,7 +506,7 @@ def test_a_bucket_whose_messages_were_all_removed_is_passed_over() -> None:
     doomed = [str(n) for n in range(65)]  # as many as make a rebuild, and no more
     put(queue, *doomed, priority=9)
     put(queue, "low", priority=1)
-    assert queue.remove(doomed) == 65
+    assert len(queue.remove(doomed)) == 65
     assert not queue._ready._buckets[9].fresh
     assert ids(claim(queue)) == ["low"]
 

@@ -17,7 +17,8 @@ from random import Random
 
 import pytest
 
-from qkit.native.log import Damage, Log, LogDamaged, LogVersion, ReadOnly
+from qkit.errors import Damage, LogDamaged, LogVersion, ReadOnly
+from qkit.native.log import Log
 from qkit.native.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
 from tests.native.test_segment import of_version
 from tests.support.crasher import content, number
@@ -233,10 +234,10 @@ async def busy_log(random: Random) -> SimulatedDisk:
 
     async def sender() -> None:
         for _ in range(random.randint(1, 6)):
-            if random.random() < 0.2:
-                log.append_nowait([issue()])
-            else:
-                await log.append([issue()], sync=random.random() < 0.5)
+            log.append_nowait([issue()])
+            written = log.written()
+            if written is not None and random.random() < 0.8:
+                await written
 
     def confirm(mine: int, _: object) -> None:
         disk.note(("acked", mine))

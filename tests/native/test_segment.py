@@ -7,12 +7,12 @@ from zlib import crc32
 
 import pytest
 
+from qkit.errors import LogVersion
 from qkit.native.segment import (
     FRAME_SIZE,
     HEADER_SIZE,
     VERSION,
     Header,
-    LogVersion,
     check_frame,
     frame,
     mark,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from qkit.backend import (
@@ -23,12 +24,16 @@ from qkit.errors import (
     MessageNotFound,
     PartialSend,
     QueueError,
+    StorageError,
     SubscriptionLost,
 )
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.actor import QueueActor, envelope_of
 from qkit.native.config import QueueConfig
+from qkit.native.consumers import Consumer
 from qkit.native.engine import Engine
+from qkit.native.journal import Arrival
+from qkit.native.stored import Stored
 
 __all__ = ["NativeBackend", "NativeSubscription"]
 
@@ -56,6 +61,7 @@ MEMORY: Final = Capabilities(
     replicas=Support.UNSUPPORTED,
     batch=Support.EMULATED,
 )
+DURABLE: Final = replace(MEMORY, durable=Support.NATIVE)
 
 
 class NativeBackend:
@@ -88,6 +94,8 @@ class NativeBackend:
     ) -> None:
         self._owns_engine = engine is None
         self._engine = engine if engine is not None else Engine(clock=clock)
+        if self._engine.durable:
+            self.capabilities = DURABLE
         self._clock: Clock = self._engine.clock
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
@@ -148,6 +156,7 @@ class NativeBackend:
             drop_oldest=spec.drop_oldest,
         )
         self._engine.declare(spec.name, config, insisted)
+        await self._engine.written()
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
@@ -156,29 +165,38 @@ class NativeBackend:
             # let them have a turn to fetch and one to work for as many as they usually take.
             for _ in range(2 * -(-len(envelopes) // TURN)):
                 await asyncio.sleep(0)
-        put = self._engine.channel(queue, "publish").put
+        channel = self._engine.channel(queue, "publish")
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []
+        arrivals: list[Arrival] | None = [] if self._engine.durable else None
         failed = 0
         for item in envelopes:
             due, expires = item.not_before, item.expires_at
+            values = (
+                item.id,
+                item.body,
+                dict(item.headers) if item.headers else None,
+                item.key,
+                item.priority,
+                None if due is None else due - offset,
+                None if expires is None else expires - offset,
+            )
             try:
-                position = put(
-                    now,
-                    item.id,
-                    item.body,
-                    dict(item.headers) if item.headers else None,
-                    item.key,
-                    item.priority,
-                    None if due is None else due - offset,
-                    None if expires is None else expires - offset,
-                )
+                if arrivals is None:
+                    results.append(Sent(item.id, channel.put(now, *values)))
+                else:
+                    arrivals.append(self._engine.arrival(channel, *values))
+                    results.append(Sent(item.id))
             except QueueError as error:
                 failed += 1
                 results.append(error.located(backend=self.name))
-            else:
-                results.append(Sent(item.id, position))
+        if arrivals:
+            positions = iter(await self._engine.put_all(arrivals))
+            results = [
+                item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
+                for item in results
+            ]
         if failed:
             raise _failure(queue, results, failed)
         return results  # type: ignore[return-value]  # no error among them
@@ -193,11 +211,14 @@ class NativeBackend:
     ) -> AsyncGenerator[NativeSubscription, None]:
         actor = self._engine.queue(spec.queue, "subscribe", spec.group)
         subscription = NativeSubscription(actor, spec, self._clock)
+        await self._engine.written()  # of the group, if it is new
         actor.consumers += 1
         actor.on_change.append(subscription.refresh)
+        actor.subscribed.append(subscription.listed)
         try:
             yield subscription
         finally:
+            actor.subscribed.remove(subscription.listed)
             actor.on_change.remove(subscription.refresh)
             actor.consumers -= 1
             await subscription.stop()
@@ -290,15 +311,18 @@ class NativeSubscription:
         """
         again = False
         while not self._stopped:
-            if self._actor.lost is not None:
-                raise SubscriptionLost(
-                    self._actor.lost, backend="native", operation="receive", queue=self._actor.name
-                )
+            self._actor.check_lost("receive")
             free = min(limit, self._prefetch - len(self._held))
             if free > 0:
-                deliveries = self._claim(free)
-                if deliveries:
-                    return deliveries
+                claimed = self._actor.claim(
+                    self._clock.monotonic(), free, self._lease, self._consumer
+                )
+                if claimed:
+                    tokens = [message.state for message in claimed]
+                    self._held.update(tokens)
+                    if self._actor.durable:
+                        tokens, claimed = await self._prepare(tokens, claimed)
+                    return self._deliveries(tokens, claimed)
                 await self._wait(self._parked, again=again)
                 again = True
             else:
@@ -312,33 +336,59 @@ class NativeSubscription:
         among.add(waiter)
         try:
             if among is self._parked:
-                await self._actor.park(waiter, again=again)
+                await self._actor.park(waiter, self._consumer, again=again)
             else:
                 await waiter
         finally:
             among.discard(waiter)
 
-    def _claim(self, limit: int) -> list[Delivery]:
+    async def _prepare(
+        self, tokens: list[int], claimed: list[Stored]
+    ) -> tuple[list[int], list[Stored]]:
+        """Wait until what was claimed may be handed out; without what was lost meanwhile."""
+        try:
+            await self._actor.prepare(claimed)
+        except BaseException as error:
+            self._held.difference_update(tokens)
+            if isinstance(error, StorageError):
+                raise SubscriptionLost(
+                    f"nothing can be delivered, the disk refuses to record it: {error.message}",
+                    backend="native",
+                    operation="receive",
+                    queue=self._actor.name,
+                    cause=error,
+                ) from error
+            raise
+        kept = [pair for pair in zip(tokens, claimed, strict=True) if pair[1].state == pair[0]]
+        return [token for token, _ in kept], [message for _, message in kept]
+
+    def _deliveries(self, tokens: list[int], claimed: list[Stored]) -> list[Delivery]:
         clock, name, lease = self._clock, self._actor.name, self._lease
-        now = clock.monotonic()
-        claimed = self._actor.claim(now, limit, lease, self._consumer)
-        if not claimed:
-            return []
-        offset = clock.time() - now
-        self._held.update([message.state for message in claimed])
+        offset = clock.time() - clock.monotonic()
         return [
-            Delivery(envelope_of(message, offset), name, message.state, lease)
-            for message in claimed
+            Delivery(envelope_of(message, offset), name, token, lease)
+            for token, message in zip(tokens, claimed, strict=True)
         ]
+
+    def listed(self) -> Consumer:
+        """How the engine lists this consumer."""
+        return Consumer(
+            consumer=self._consumer,
+            prefetch=self._prefetch,
+            in_flight=len(self._held),
+            group=self._actor.group,
+        )
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message."""
         token = _token(delivery)
         try:
-            self._actor.state.ack(token)
+            self._actor.ack(token)
         except AckDeadlineExceeded as error:
             raise self._lost(token, delivery, error) from None
         self._settled(delivery, token)
+        if self._actor.durable:
+            await self._actor.written()
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
@@ -351,6 +401,8 @@ class NativeSubscription:
         except AckDeadlineExceeded as error:
             raise self._lost(token, delivery, error) from None
         self._settled(delivery, token)
+        if self._actor.durable:
+            await self._actor.written()
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
@@ -371,6 +423,11 @@ class NativeSubscription:
         """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
         self._held = {token for token in self._held if self._actor.state.holds(token)}
         self._wake_blocked()
+
+    def abandon(self) -> None:
+        """The consumer is gone without a word: its leases end now, its attempts stay counted."""
+        held, self._held = self._held, set()
+        self._actor.abandon(held)
 
     def give_back(self) -> None:
         """Release what is still held, without charging an attempt."""

@@ -9,48 +9,71 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from random import Random
+from typing import ClassVar, Protocol
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock
+from qkit.errors import SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
+from qkit.native.consumers import Consumer, Consumers
 from qkit.native.dead import Dead
 from qkit.native.queue import QueueState
-from qkit.native.stored import Stored
+from qkit.native.stored import Stored, Waiting
 
-__all__ = ["QueueActor", "envelope_of"]
+__all__ = ["Manager", "QueueActor", "envelope_of"]
+
+
+class Manager(Protocol):
+    """What an actor needs of its engine."""
+
+    clock: Clock
+
+    def route(self, actor: QueueActor, dead: list[Dead]) -> None:
+        """Move messages that died to their dead letters; no queue knows another."""
+        ...
+
+    def dropped(self, envelopes: list[Envelope]) -> None:
+        """A full dead-letter queue pushed these out."""
+        ...
 
 
 class QueueActor:
-    """A queue, or one group's share of a topic, inside a running engine."""
+    """A queue, or one group's share of a topic, inside a running engine, in memory."""
 
     __slots__ = (
         "_armed_at",
         "_clock",
         "_loop",
-        "_on_dead",
-        "_on_evicted",
+        "_manager",
+        "_random",
+        "_seekers",
         "_timer",
         "_waiters",
+        "_woken",
         "config",
         "consumers",
         "group",
         "lost",
+        "members",
         "name",
         "on_change",
         "state",
+        "subscribed",
     )
+
+    durable: ClassVar[bool] = False
+    """Whether what happens must be awaited until it is written: ``prepare`` and ``written``."""
 
     def __init__(
         self,
         name: str,
         config: QueueConfig,
         *,
-        clock: Clock,
+        manager: Manager,
         loop: asyncio.AbstractEventLoop,
-        on_dead: Callable[[QueueActor, list[Dead]], None],
-        on_evicted: Callable[[list[Envelope]], None],
         group: str | None = None,
     ) -> None:
         self.name = name
@@ -63,46 +86,59 @@ class QueueActor:
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
-        self.consumers = 0  # open subscriptions and waiting ``consume`` calls
+        self.consumers = 0  # open subscriptions, registered consumers, waiting ``consume`` calls
+        self.members: Consumers | None = None  # made with the first that is registered
+        self.subscribed: list[Callable[[], Consumer]] = []  # open subscriptions, to be listed
         self.lost: str | None = None  # why nothing can be received from it any more
         self.on_change: list[Callable[[], None]] = []  # called when leases or the queue are lost
-        self._clock = clock
+        self._manager = manager
+        self._clock = manager.clock
         self._loop = loop
-        self._on_dead = on_dead
-        self._on_evicted = on_evicted
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[tuple[asyncio.Future[None], str | None]] = deque()
+        self._woken = 0  # consumers that were told to look and have not come to it yet
+        self._seekers: deque[asyncio.Future[None]] = deque()  # senders that wait for room
+        self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
 
     def reconfigure(self, config: QueueConfig) -> None:
         """Take over other limits; what is in the queue stays."""
         self.config = config
+        self._random = Random() if config.balance == "random" else None
         self.state.limit(
             max_depth=config.max_depth,
             max_priority=config.max_priority,
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
+        self._admit_seekers()
 
     # Messages
+
+    def targets(
+        self, headers: dict[str, str] | None
+    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+        """Who gets a message with these headers, and with which ones."""
+        return (self,), headers
 
     def put(
         self,
         now: float,
         id: str,
-        body: bytes,
+        body: bytes | None,
         headers: dict[str, str] | None = None,
         key: str | None = None,
         priority: int | None = None,
         due: float | None = None,
         expires: float | None = None,
+        seq: int = 0,
     ) -> int | None:
         """Add a message and wake a consumer for it; see ``QueueState.put``."""
-        position = self.state.put(now, id, body, headers, key, priority, due, expires)
-        if self.state.evicted:
-            offset = self._clock.time() - now
-            self._on_evicted([envelope_of(message, offset) for message in self.state.evicted])
-            self.state.evicted.clear()
+        state = self.state
+        position = state.put(now, id, body, headers, key, priority, due, expires, seq)
+        if state.evicted:
+            evicted, state.evicted = state.evicted, []
+            self._evict(evicted)
         if self._waiters and position is not None:
             self.wake()
         if due is not None or expires is not None:
@@ -114,16 +150,34 @@ class QueueActor:
     ) -> list[Stored]:
         """Lease what is ready; see ``QueueState.claim``."""
         state = self.state
+        if limit > 1 and (self._waiters or self._woken):
+            # Others wait as well: leave them their share of what is there.
+            waiting = 1 + self._woken + len(self._waiters)
+            limit = min(limit, max(1, -(-state.ready // waiting)))
         claimed = state.claim(now, limit, lease, consumer)
         if claimed and now + lease < self._armed_at:
             self._arm(now + lease)
         if state.dead:  # their time to live ran out
-            self._on_dead(self, state.take_dead())
+            self._bury(state.take_dead())
         if self._waiters:
             # Whoever is woken takes what it can and wakes the next one for the rest, so that as
             # long as messages are ready and consumers parked, a wake-up is under way.
             self.nudge()
         return claimed
+
+    async def prepare(self, claimed: list[Stored]) -> list[Stored]:
+        """Wait until claimed messages may be handed out; those that can be."""
+        return claimed
+
+    async def written(self) -> None:
+        """Wait until a crash of this process cannot undo what happened so far."""
+
+    def ack(self, token: int) -> Stored:
+        """The work is done: forget the message; see ``QueueState.ack``."""
+        message = self.state.ack(token)
+        if self._seekers or self.members is not None:
+            self._freed()
+        return message
 
     def release(
         self,
@@ -153,12 +207,55 @@ class QueueActor:
         if now + seconds < self._armed_at:
             self._arm(now + seconds)
 
+    def abandon(self, tokens: Iterable[int]) -> None:
+        """The consumer of these deliveries is gone; see ``QueueState.abandon``."""
+        self._distribute(self.state.abandon(self._clock.monotonic(), tokens))
+
+    def remove(self, ids: Collection[str]) -> int:
+        """Forget messages by their ids; see ``QueueState.remove``."""
+        removed = self.state.remove(ids)
+        self.forget(removed)
+        self._freed()
+        return len(removed)
+
+    def purge(self) -> int:
+        """Forget every message that no consumer holds; return how many."""
+        removed = self.state.purge()
+        self.forget(removed)
+        self._freed()
+        return len(removed)
+
+    # What a durable queue does more
+
+    def forget(self, messages: Sequence[Waiting]) -> None:
+        """These have left the queue for good."""
+
+    def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:
+        """A message has left the queue, and its dead letter enters another."""
+        target.put(self._clock.monotonic(), letter.id, letter.body, letter.headers, letter.key)
+
+    def envelope(self, message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+        """A message as it leaves the engine; see ``envelope_of``."""
+        return envelope_of(message, offset, not_before)
+
+    def _evict(self, messages: list[Stored]) -> None:
+        offset = self._clock.time() - self._clock.monotonic()
+        envelopes = [self.envelope(message, offset) for message in messages]
+        self.forget(messages)
+        self._manager.dropped(envelopes)
+
+    def _bury(self, dead: list[Dead]) -> None:
+        self._manager.route(self, dead)
+        self._freed()
+
+    # Looking
+
     def peek(self, limit: int) -> list[Envelope]:
         """The next messages in order of delivery; see ``QueueState.peek``."""
         self._distribute(self.state.advance(self._clock.monotonic()))
         offset = self._clock.time() - self._clock.monotonic()
         return [
-            envelope_of(message, offset, None if due is None else due + offset)
+            self.envelope(message, offset, None if due is None else due + offset)
             for message, due in self.state.peek(limit)
         ]
 
@@ -188,7 +285,9 @@ class QueueActor:
     def _distribute(self, dead: list[Dead]) -> None:
         """Route the dead, and wake consumers for what became ready."""
         if dead:
-            self._on_dead(self, dead)
+            self._bury(dead)
+        elif self.members is not None:
+            self._freed()
         for _ in range(min(self.state.ready, len(self._waiters))):
             self.wake()
 
@@ -197,45 +296,108 @@ class QueueActor:
         """How many messages wait for consumers that are there."""
         return self.state.ready if self.consumers else 0
 
+    # Senders that wait for room
+
+    async def room(self, timeout: float | None) -> None:
+        """Wait until the queue is not full, or for ``timeout`` seconds; first come, first served.
+
+        Who returns puts its message at once, without awaiting anything.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.state.full and self.lost is None:
+                    seeker = self._loop.create_future()
+                    self._seekers.append(seeker)
+                    try:
+                        await seeker
+                    except BaseException:
+                        if seeker.done() and not seeker.cancelled():
+                            self._admit_seekers()  # its turn goes to the next
+                        else:
+                            self._seekers.remove(seeker)
+                        raise
+
+    def _admit_seekers(self) -> None:
+        """One for each free place would need a count of those on their way: wake them all."""
+        if self._seekers and not self.state.full:
+            seekers, self._seekers = self._seekers, deque()
+            for seeker in seekers:
+                if not seeker.done():
+                    seeker.set_result(None)
+
+    def _freed(self) -> None:
+        """Messages were settled or went: there may be room for others."""
+        if self._seekers:
+            self._admit_seekers()
+        if self.members is not None:
+            self.members.freed()
+
     # Parked consumers
 
-    async def park(self, waiter: asyncio.Future[None], *, again: bool = False) -> None:
-        """Wait until a message may be ready, first come, first served; safe to cancel.
+    async def park(
+        self,
+        waiter: asyncio.Future[None],
+        consumer: str | None = None,
+        *,
+        again: bool = False,
+    ) -> None:
+        """Wait until a message may be ready; safe to cancel. Who returns claims at once.
 
         ``again``: another consumer was quicker, so the place at the front is kept.
         """
         if again:
-            self._waiters.appendleft(waiter)
+            self._waiters.appendleft((waiter, consumer))
         else:
-            self._waiters.append(waiter)
+            self._waiters.append((waiter, consumer))
         try:
             await waiter
         except asyncio.CancelledError:
             if waiter.cancelled():
                 with contextlib.suppress(ValueError):  # a wake-up in this very pass passed it by
-                    self._waiters.remove(waiter)
+                    self._waiters.remove((waiter, consumer))
             else:
+                self._woken -= 1
                 self.nudge()  # its wake-up was already given: the next one takes it
             raise
+        self._woken -= 1
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
         """Wake this waiter although there may be nothing for it."""
         if not waiter.done():
-            self._waiters.remove(waiter)
+            self._waiters = deque(entry for entry in self._waiters if entry[0] is not waiter)
+            self._woken += 1
             waiter.set_result(None)
 
     def wake(self) -> None:
-        """Let the first parked consumer look."""
+        """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
         while self._waiters:
-            waiter = self._waiters.popleft()
+            waiter = self._choose()
             if not waiter.done():
+                self._woken += 1
                 waiter.set_result(None)
                 return
 
+    def _choose(self) -> asyncio.Future[None]:
+        waiters = self._waiters
+        if len(waiters) > 1 and self.config.balance != "round_robin":
+            if self._random is not None:
+                waiters.rotate(-self._random.randrange(len(waiters)))
+            else:
+                busy = [self.state.busy(name) for _, name in waiters]
+                waiters.rotate(-busy.index(min(busy)))
+        return waiters.popleft()[0]
+
     def nudge(self) -> None:
-        """Pass a wake-up on: let the first parked consumer look if there is anything for it."""
+        """Pass a wake-up on: let a parked consumer look if there is anything for it."""
         if self.state.ready:
             self.wake()
+
+    def check_lost(self, operation: str) -> None:
+        """Raise ``SubscriptionLost`` if the queue was deleted or the engine closed."""
+        if self.lost is not None:
+            raise SubscriptionLost(
+                self.lost, backend="native", operation=operation, queue=self.name
+            )
 
     def close(self, reason: str) -> None:
         """Stop the timer and let every parked consumer go; ``reason`` says why."""
@@ -246,6 +408,11 @@ class QueueActor:
         self._armed_at = float("-inf")  # so that nothing arms it again
         for notify in tuple(self.on_change):
             notify()
+        if self.members is not None:
+            self.members.close()
+        for seeker in self._seekers:
+            if not seeker.done():
+                seeker.set_result(None)
         while self._waiters:
             self.wake()
 
@@ -300,7 +467,7 @@ def envelope_of(message: Stored, offset: float, not_before: float | None = None)
     """A stored message as it leaves the engine; ``offset`` is wall time less monotonic time."""
     return Envelope(
         message.id,
-        message.body,
+        message.body or b"",
         dict(message.headers) if message.headers else {},
         message.key,
         message.priority,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from qkit.errors import ConfigError
 
-__all__ = ["QueueConfig"]
+__all__ = ["Balance", "QueueConfig"]
+
+Balance = Literal["round_robin", "least_busy", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +19,8 @@ class QueueConfig:
     ``max_deliveries`` is the limit when leases expire or consumers ``nack`` (``None``: no limit);
     ``dead_letter`` names the queue for what reached it (``None``: it is dropped and counted).
     ``backoff`` is the delay before the first redelivery after a ``nack``; it doubles with each
-    one up to ``max_backoff``.
+    one up to ``max_backoff``. ``balance`` says which of several waiting consumers gets a message:
+    the one that has waited longest, the one that holds least, or any.
     """
 
     broadcast: bool = False
@@ -29,6 +33,7 @@ class QueueConfig:
     drop_oldest: bool = False
     backoff: float = 0.0
     max_backoff: float = 60.0
+    balance: Balance = "round_robin"
 
     def __post_init__(self) -> None:
         if self.max_depth < 1 or self.dead_letter_max_depth < 1:
@@ -41,6 +46,8 @@ class QueueConfig:
             raise ConfigError("ack_deadline is more than 0 seconds")
         if not (self.backoff >= 0 and self.max_backoff >= 0):
             raise ConfigError("backoff and max_backoff are 0 or more seconds")
+        if self.balance not in get_args(Balance):
+            raise ConfigError(f"balance is {', '.join(get_args(Balance))}, not {self.balance!r}")
 
     def delay_after(self, attempt: int) -> float:
         """The delay before the redelivery that follows ``attempt``.

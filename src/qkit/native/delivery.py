@@ -36,7 +36,7 @@ class Delivery:
     @property
     def body(self) -> bytes:
         """The bytes as published."""
-        return self._message.body
+        return self._message.body or b""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -57,10 +57,14 @@ class Delivery:
         """The work is done: forget the message.
 
         Raises ``AckDeadlineExceeded`` if the lease is lost, ``MessageNotFound`` if this delivery
-        was settled before.
+        was settled before, ``StorageError`` if it could not be written: the message is done with,
+        but would come again if the engine were killed before there is space on the disk.
         """
-        self._actor.state.ack(self._token if self._token > 0 else self._settled())
+        actor = self._actor
+        actor.ack(self._token if self._token > 0 else self._settled())
         self._token = _SETTLED
+        if actor.durable:
+            await actor.written()
 
     async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
         """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
@@ -75,6 +79,8 @@ class Delivery:
         else:
             alive = actor.release(token, actor.config.delay_after(attempt))
         self._token = _SETTLED
+        if actor.durable:
+            await actor.written()
         return "requeued" if alive else "dead_lettered"
 
     async def extend(self, seconds: float) -> None:

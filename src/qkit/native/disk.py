@@ -16,27 +16,12 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from qkit.errors import QueueError
+from qkit.errors import LogLocked, StorageError
 
-__all__ = ["Disk", "LogLocked", "StorageError"]
+__all__ = ["Disk"]
 
 # NONBLOCK: opening a pipe that somebody planted must fail, not wait. It means nothing to files.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-
-
-class StorageError(QueueError):
-    """The disk refused: nothing of this call was stored. Its ``cause`` says why.
-
-    Free some space or set the permissions right, then try again: the log goes on.
-    """
-
-
-class LogLocked(StorageError):
-    """Another process owns the directory; ``pid`` is its number if it can be known."""
-
-    def __init__(self, message: str, pid: int | None = None) -> None:
-        super().__init__(message, backend="native", operation="open")
-        self.pid = pid
 
 
 class Disk:
@@ -91,9 +76,13 @@ class Disk:
             text = os.pread(fd, 32, 0).strip()
             pid = int(text) if text.isdigit() else None
             owner = "another process" if pid is None else f"process {pid}"
-            raise LogLocked(
-                f"{self.path} is owned by {owner}: stop it, or connect to it", pid
-            ) from None
+            locked = LogLocked(
+                f"{self.path} is owned by {owner}: stop it, or connect to it",
+                backend="native",
+                operation="open",
+            )
+            locked.pid = pid
+            raise locked from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         return fd

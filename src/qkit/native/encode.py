@@ -36,6 +36,8 @@ from qkit.native.record import (
     RELEASING,
     REMOVE,
     REPLACED,
+    TAKE,
+    TAKING,
     TARGETS,
     RecordError,
 )
@@ -51,6 +53,7 @@ __all__ = [
     "encode_publish",
     "encode_release",
     "encode_remove",
+    "encode_take",
 ]
 
 _pack_publish: Final = MESSAGE.pack
@@ -207,8 +210,13 @@ def encode_bury(queue: int, seq: int, letter: bytes) -> bytes:
     return _sized(_packed(ONE_SEQ.pack, BURY, queue, seq) + letter)
 
 
+def encode_take(name: str, first: int, last: int) -> bytes:
+    """The messages ``first`` to ``last``, which follow, are of the bulk file ``name``."""
+    return _packed(TAKING.pack, TAKE, first, last) + name.encode()
+
+
 def encode_inbox(name: str) -> bytes:
-    """A bulk file was taken in."""
+    """A bulk file was taken in whole."""
     return bytes((INBOX,)) + name.encode()
 
 

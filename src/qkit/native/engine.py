@@ -1,7 +1,7 @@
 """The native engine: queues and topics inside this process, without a broker.
 
 It is the manager of the queues: it names them, moves dead letters between them and closes them.
-It belongs to one event loop.
+It belongs to one event loop. With a directory it is durable: see ``journal.py`` and ``log.py``.
 """
 
 from __future__ import annotations
@@ -9,26 +9,33 @@ from __future__ import annotations
 import asyncio
 import builtins  # Engine.list hides the type
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import fields, replace
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock, SystemClock
 from qkit.errors import (
     ConfigError,
+    ConsumerNotFound,
     InvalidBody,
     LifecycleError,
+    LogDamaged,
     QueueNotFound,
-    SubscriptionLost,
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent, check_name, new_id
-from qkit.native.actor import QueueActor, envelope_of
-from qkit.native.config import QueueConfig
+from qkit.native.actor import QueueActor
+from qkit.native.config import Balance, QueueConfig
+from qkit.native.consumers import DEFAULT_PREFETCH, Consumer, Consumers
 from qkit.native.dead import Dead
 from qkit.native.delivery import Delivery
+from qkit.native.durable import DurableActor
+from qkit.native.journal import Arrival, Journal
+from qkit.native.storage import Fsync, Storage
 from qkit.native.stored import Stored
 from qkit.native.topic import Topic
 
@@ -38,10 +45,11 @@ logger = logging.getLogger("qkit.native")
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
+MEMORY_LIMIT: Final = 64 << 20
 
 
 class Engine:
-    """Queues and topics in memory.
+    """Queues and topics: ``Engine()`` in memory, ``await Engine.open(path)`` in a directory.
 
     >>> async def main() -> None:
     ...     async with Engine() as engine:
@@ -58,6 +66,9 @@ class Engine:
         self.clock: Clock = clock if clock is not None else SystemClock()
         self._now = self.clock.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._storage: Storage | None = None
+        self._journal: Journal | None = None
+        self._entered = False
         self._closed = False
         self._channels: dict[str, QueueActor | Topic] = {}
         self._insisted: dict[str, frozenset[str]] = {}  # the fields its declarations named
@@ -65,6 +76,77 @@ class Engine:
         self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
 
     # Life
+
+    @classmethod
+    async def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        fsync: Fsync = "always",
+        fsync_interval: float = 1.0,
+        memory_limit: int = MEMORY_LIMIT,
+        repair: bool = False,
+        clock: Clock | None = None,
+    ) -> Engine:
+        """Open a durable engine in a directory, which is made if need be, and recover it.
+
+        A ``publish`` returns when the message is on the disk (``fsync="always"``), at most
+        ``fsync_interval`` seconds earlier (``"interval"``), or once the operating system has it
+        (``"never"``). Bodies above ``memory_limit`` bytes in sum stay on the disk. What consumers
+        held is delivered again, its attempts kept.
+
+        Raises ``LogLocked`` (another process has it), ``LogDamaged`` (stored messages cannot be
+        read; ``repair=True`` keeps all that is whole), ``LogVersion``, ``StorageError``.
+        """
+        engine = cls(clock=clock)
+        storage = Storage(
+            Path(path),
+            clock=engine.clock,
+            fsync=fsync,
+            fsync_interval=fsync_interval,
+            memory_limit=memory_limit,
+            repair=repair,
+        )
+        await engine.attach(storage)
+        return engine
+
+    async def attach(self, storage: Storage) -> None:
+        """Recover from storage and be durable from now on."""
+        loop = asyncio.get_running_loop()
+        replay = await storage.recover()
+        self._loop, self._storage, self._journal = loop, storage, storage.journal
+        try:
+            for number, record in sorted(replay.queues.items()):
+                config = QueueConfig(**_known(record.config))
+                if record.group is not None:
+                    topic = self._channels.get(record.name)
+                    if isinstance(topic, Topic):
+                        topic.groups[record.group] = self._actor(
+                            record.name, topic.config, number, record.group
+                        )
+                elif config.broadcast:
+                    self._channels[record.name] = Topic(
+                        record.name, config, self._new_group, number
+                    )
+                else:
+                    self._channels[record.name] = self._actor(record.name, config, number)
+                # The declarations of this run decide what they want; only the kind is given.
+                self._insisted.setdefault(record.name, frozenset({"broadcast"}))
+            actors = {
+                actor.number: actor
+                for actor in self._all_actors()
+                if isinstance(actor, DurableActor)
+            }
+            for message in replay.finish():
+                actor = actors.get(message.queue)
+                if actor is not None:
+                    actor.restore(message)
+            for actor in actors.values():
+                actor.resume()
+            storage.start(self)
+        except BaseException:
+            await self.aclose()
+            raise
 
     @property
     def running(self) -> bool:
@@ -76,10 +158,24 @@ class Engine:
         """Whether it was closed; an engine is opened once."""
         return self._closed
 
+    @property
+    def durable(self) -> bool:
+        """Whether it keeps its messages in a directory."""
+        return self._storage is not None
+
+    @property
+    def storage(self) -> Storage:
+        """The directory of a durable engine; ``Unsupported`` in memory."""
+        if self._storage is None:
+            raise Unsupported("this engine is in memory: it has no directory", backend="native")
+        return self._storage
+
     async def __aenter__(self) -> Self:
-        if self._loop is not None:
+        if self._entered or self._closed:
             raise LifecycleError("an engine is opened once: make a new one")
-        self._loop = asyncio.get_running_loop()
+        self._entered = True
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -91,11 +187,24 @@ class Engine:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every queue and let parked consumers go; idempotent."""
+        """Close every queue, let parked consumers go, write what is pending; idempotent."""
         self._closed = True
         for channel in self._channels.values():
             channel.close("the engine was closed")
+        if self._storage is not None:
+            for actor in self._all_actors():
+                if isinstance(actor, DurableActor):
+                    actor.suspend()
         self._channels.clear()
+        if self._storage is not None:
+            await self._storage.close()
+
+    def _all_actors(self) -> builtins.list[QueueActor]:
+        return [
+            actor
+            for channel in self._channels.values()
+            for actor in ([channel] if isinstance(channel, QueueActor) else channel.groups.values())
+        ]
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """The engine's loop, which must be the running one. Not asked for each message."""
@@ -124,13 +233,16 @@ class Engine:
         dead_letter_max_depth: int = 10_000,
         backoff: float = 0.0,
         max_backoff: float = 60.0,
+        balance: Balance = "round_robin",
     ) -> None:
         """Create a queue, or a topic with ``broadcast``; again with equal options is no error.
 
         ``max_retries`` is how often a message may come again after a ``nack`` or a lost lease
         (``None``: for ever), ``backoff`` the delay before the first return after a ``nack``,
-        doubled each time. Dead letters go to ``{name}_dlq``. Raises ``ConfigError`` if it exists
-        with other options, ``InvalidName``.
+        doubled each time. Dead letters go to ``{name}_dlq``. ``balance`` says which of several
+        waiting consumers gets a message: ``round_robin`` (who waited longest), ``least_busy`` (who
+        holds least), ``random``. Raises ``ConfigError`` if it exists with other options,
+        ``InvalidName``.
         """
         check_name(name)
         config = QueueConfig(
@@ -143,8 +255,17 @@ class Engine:
             dead_letter_max_depth=dead_letter_max_depth,
             backoff=backoff,
             max_backoff=max_backoff,
+            balance=balance,
         )
         self.declare(name, config)
+        await self.written()
+
+    async def written(self) -> None:
+        """Wait until a crash of this process cannot undo what happened so far."""
+        if self._journal is not None:
+            written = self._journal.written()
+            if written is not None:
+                await written
 
     def declare(
         self, name: str, config: QueueConfig, insisted: Collection[str] = ALL_FIELDS
@@ -155,7 +276,7 @@ class Engine:
         declarations insist on different things. The name is taken as it is: a prefix or suffix
         may have made it longer than a channel's name can be.
         """
-        loop = self._own_loop()
+        self._own_loop()
         if config.dead_letter is not None and isinstance(
             self._channels.get(config.dead_letter), Topic
         ):
@@ -167,10 +288,11 @@ class Engine:
             )
         channel = self._channels.get(name)
         if channel is None:
+            number = self._write_declaration(name, None, config)
             self._channels[name] = (
-                Topic(name, config, self._new_group)
+                Topic(name, config, self._new_group, number)
                 if config.broadcast
-                else self._new_actor(loop, name, config)
+                else self._actor(name, config, number)
             )
             self._insisted[name] = frozenset(insisted) | {"broadcast"}
             return
@@ -184,35 +306,51 @@ class Engine:
                     operation="declare",
                     queue=name,
                 )
-        changes = {field: getattr(config, field) for field in insisted}
-        channel.reconfigure(replace(channel.config, **changes))
+        self._reconfigure(channel, **{field: getattr(config, field) for field in insisted})
         self._insisted[name] |= frozenset(insisted)
 
-    def _new_actor(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        name: str,
-        config: QueueConfig,
-        group: str | None = None,
+    def _reconfigure(self, channel: QueueActor | Topic, **changes: object) -> None:
+        config = replace(channel.config, **changes)  # type: ignore[arg-type]  # its own fields
+        if config != channel.config:
+            if self._journal is not None:
+                assert isinstance(channel, DurableActor | Topic)
+                self._journal.declare(channel.name, None, asdict(config), channel.number)
+            channel.reconfigure(config)
+
+    def _write_declaration(self, name: str, group: str | None, config: QueueConfig) -> int:
+        if self._journal is None:
+            return 0
+        return self._journal.declare(name, group, {} if group is not None else asdict(config))
+
+    def _actor(
+        self, name: str, config: QueueConfig, number: int, group: str | None = None
     ) -> QueueActor:
-        return QueueActor(
-            name,
-            config,
-            clock=self.clock,
-            loop=loop,
-            on_dead=self._route,
-            on_evicted=self._tell_dropped,
-            group=group,
+        loop, journal = self._loop, self._journal
+        assert loop is not None
+        if journal is None:
+            return QueueActor(name, config, manager=self, loop=loop, group=group)
+        return DurableActor(
+            name, config, manager=self, loop=loop, journal=journal, number=number, group=group
         )
 
     def _new_group(self, topic: Topic, group: str) -> QueueActor:
         check_name(group, "group")
-        return self._new_actor(self._own_loop(), topic.name, topic.config, group)
+        self._own_loop()
+        number = self._write_declaration(topic.name, group, topic.config)
+        return self._actor(topic.name, topic.config, number, group)
 
     async def delete(self, name: str) -> None:
         """Delete a queue with all that is in it; its dead letters stay."""
-        self.channel(name, "delete").close("the queue was deleted")
+        channel = self.channel(name, "delete")
+        channel.close("the queue was deleted")
+        if self._journal is not None:
+            for actor in self._actors(name, "delete"):
+                assert isinstance(actor, DurableActor)
+                self._journal.delete(actor.number, actor.state.everything())
+            if isinstance(channel, Topic):
+                self._journal.delete(channel.number, ())
         del self._channels[name], self._insisted[name]
+        await self.written()
 
     async def list(self) -> builtins.list[str]:
         """The names of all queues and topics, sorted."""
@@ -228,11 +366,15 @@ class Engine:
 
     async def purge(self, name: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return sum(actor.state.purge() for actor in self._actors(name, "purge"))
+        removed = sum(actor.purge() for actor in self._actors(name, "purge"))
+        await self.written()
+        return removed
 
     async def remove(self, name: str, ids: Collection[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
-        return sum(actor.state.remove(ids) for actor in self._actors(name, "remove"))
+        removed = sum(actor.remove(ids) for actor in self._actors(name, "remove"))
+        await self.written()
+        return removed
 
     def channel(self, name: str, operation: str) -> QueueActor | Topic:
         """The queue or topic of that name, or ``QueueNotFound``."""
@@ -261,9 +403,58 @@ class Engine:
             )
         return channel.group(group)
 
-    def _actors(self, name: str, operation: str) -> Iterable[QueueActor]:
+    def _actors(self, name: str, operation: str) -> builtins.list[QueueActor]:
         channel = self.channel(name, operation)
-        return [channel] if isinstance(channel, QueueActor) else channel.groups.values()
+        return [channel] if isinstance(channel, QueueActor) else [*channel.groups.values()]
+
+    # Consumers
+
+    async def register(
+        self,
+        queue: str,
+        consumer: str,
+        prefetch: int = DEFAULT_PREFETCH,
+        *,
+        group: str | None = None,
+    ) -> None:
+        """Make a consumer known that may hold ``prefetch`` unsettled messages (1–1000).
+
+        Again changes its limit. On a topic, ``group`` says whose share it consumes.
+        """
+        actor = self.queue(queue, "register", group)
+        check_name(consumer, "consumer")
+        if actor.members is None:
+            actor.members = Consumers(queue, actor.state.busy)
+        if actor.members.register(consumer, prefetch):
+            actor.consumers += 1
+
+    async def unregister(self, queue: str, consumer: str, *, group: str | None = None) -> None:
+        """Forget a consumer; what it holds goes back with no attempt charged.
+
+        Raises ``ConsumerNotFound``, also in a ``consume`` that waits in its name.
+        """
+        actor = self.queue(queue, "unregister", group)
+        if actor.members is None:
+            raise ConsumerNotFound(
+                f"no consumer {consumer!r} of this queue: register it first",
+                backend="native",
+                operation="unregister",
+                queue=queue,
+            )
+        actor.members.unregister(consumer)
+        actor.consumers -= 1
+        for token in actor.state.held_by(consumer):
+            actor.release(token, count_attempt=False)
+        await self.written()
+
+    async def consumers(self, queue: str) -> builtins.list[Consumer]:
+        """The consumers of a queue, or of every group of a topic."""
+        found: builtins.list[Consumer] = []
+        for actor in self._actors(queue, "consumers"):
+            if actor.members is not None:
+                found += actor.members.listed(actor.group)
+            found += [entry() for entry in actor.subscribed]
+        return found
 
     # Messages
 
@@ -278,27 +469,65 @@ class Engine:
         headers: Mapping[str, str] | None = None,
         key: str | None = None,
         message_id: str | None = None,
+        wait: float | None = 0,
     ) -> Sent:
         """Add a message, of priority 5 unless told otherwise.
 
         It is delivered no earlier than after ``delay`` seconds, and becomes a dead letter if no
-        consumer took it within ``ttl``. Raises ``QueueNotFound``, ``QueueFull``,
-        ``InvalidPriority``, and ``ValueError`` unless delay < ttl.
+        consumer took it within ``ttl``. In a full queue it waits up to ``wait`` seconds for room
+        (``None``: for ever). Raises ``QueueNotFound``, ``QueueFull``, ``InvalidPriority``,
+        ``ValueError`` unless delay < ttl, and ``StorageError`` if the disk refused it.
         """
         channel = self._channels.get(queue) or self.channel(queue, "publish")
         if not isinstance(body, bytes):
             raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
         if message_id is None:
             message_id = new_id()
+        if wait != 0:
+            await channel.room(wait)
+            channel = self.channel(queue, "publish")
         now = self._now()
         due = expires = None
         if delay is not None or ttl is not None:
             due, expires = _times(now, delay, ttl)
-        position = channel.put(
-            now, message_id, body, dict(headers) if headers else None, key, priority, due, expires
-        )
+        own = dict(headers) if headers else None
+        if self._journal is None:
+            position = channel.put(now, message_id, body, own, key, priority, due, expires)
+        else:
+            arrival = self.arrival(channel, message_id, body, own, key, priority, due, expires)
+            (position,) = await self._journal.publish((arrival,))
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
+
+    def arrival(
+        self,
+        channel: QueueActor | Topic,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+    ) -> Arrival:
+        """A message for ``put_all``: every queue that gets it has a place for it from now on."""
+        actors: builtins.list[DurableActor] = []
+        targets, headers = channel.targets(headers)
+        try:
+            for actor in targets:
+                assert isinstance(actor, DurableActor)
+                actor.state.reserve(id, priority)
+                actors.append(actor)
+        except BaseException:
+            for actor in actors:
+                actor.state.unreserve()
+            raise
+        return Arrival(id, body, headers, key, priority, due, expires, actors)
+
+    async def put_all(self, arrivals: Sequence[Arrival]) -> builtins.list[int | None]:
+        """Write messages to the log, then add them to their queues; their positions."""
+        assert self._journal is not None
+        return await self._journal.publish(arrivals)
 
     async def consume(
         self,
@@ -312,40 +541,61 @@ class Engine:
         """The next message, leased for ``ack_deadline`` seconds (default: the queue's, 30).
 
         Waits up to ``timeout`` seconds for one (``None``: for ever) and may be cancelled at any
-        moment without loss. On a topic, ``group`` says whose share. Raises ``QueueNotFound``,
-        and ``SubscriptionLost`` if the queue is deleted or the engine closed meanwhile.
+        moment without loss. A registered ``consumer`` gets none while it holds all it may. On a
+        topic, ``group`` says whose share. Raises ``QueueNotFound``, and ``SubscriptionLost`` if
+        the queue is deleted or the engine closed meanwhile.
         """
         actor = self._channels.get(queue)
         if not isinstance(actor, QueueActor):
             actor = self.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
-        claimed = actor.claim(self._now(), 1, lease, consumer)
-        if not claimed and timeout != 0:
-            claimed = await self._wait(actor, timeout, lease, consumer)
-        return Delivery(actor, claimed[0]) if claimed else None
+        members = actor.members if consumer is not None else None
+        while True:
+            if (
+                members is None
+                or consumer is None
+                or consumer not in members
+                or members.room(consumer)
+            ):
+                claimed = actor.claim(self._now(), 1, lease, consumer)
+                if claimed:
+                    delivery = Delivery(actor, claimed[0])
+                    if not actor.durable or await actor.prepare(claimed):
+                        return delivery
+                    continue
+            if timeout == 0:
+                return None
+            return await self._wait(actor, timeout, lease, consumer)
 
     async def _wait(
         self, actor: QueueActor, timeout: float | None, lease: float, consumer: str | None
-    ) -> builtins.list[Stored]:
+    ) -> Delivery | None:
         loop = self._own_loop()
-        claimed: builtins.list[Stored] = []
-        again = False
-        actor.consumers += 1
+        members = actor.members if consumer is not None else None
+        if consumer is not None and (members is None or consumer not in members):
+            members = None
+        again, claimed = False, builtins.list[Stored]()
+        actor.consumers += members is None  # a registered one is counted
         try:
             async with asyncio.timeout(timeout):
-                while not claimed:
-                    await actor.park(loop.create_future(), again=again)
-                    if actor.lost is not None:
-                        raise SubscriptionLost(
-                            actor.lost, backend="native", operation="consume", queue=actor.name
-                        )
+                while True:
+                    if members is not None and consumer is not None:
+                        while not members.room(consumer):
+                            await members.wait(consumer)
+                            actor.check_lost("consume")
                     claimed = actor.claim(self._now(), 1, lease, consumer)
+                    if claimed:
+                        delivery = Delivery(actor, claimed[0])
+                        if not actor.durable or await actor.prepare(claimed):
+                            return delivery
+                        continue
+                    await actor.park(loop.create_future(), consumer, again=again)
+                    actor.check_lost("consume")
                     again = True
         except TimeoutError:  # perhaps one came at the very end
-            claimed = actor.claim(self._now(), 1, lease, consumer)
+            return await self.consume(actor.name, 0, lease, consumer, group=actor.group)
         finally:
-            actor.consumers -= 1
-        return claimed
+            actor.consumers -= members is None
 
     # Dead letters
 
@@ -353,23 +603,25 @@ class Engine:
         """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
         self._callbacks.append(callback)
 
-    def _route(self, actor: QueueActor, dead: builtins.list[Dead]) -> None:
+    def route(self, actor: QueueActor, dead: builtins.list[Dead]) -> None:
         """Move messages that died to their queue's dead letters; no queue knows another."""
         at = self.clock.time()
         offset = at - self._now()
         for message, reason, error in dead:
+            try:
+                envelope = actor.envelope(message, offset)
+            except LogDamaged:
+                logger.exception("a message died and its dead letter cannot be written")
+                actor.state.dropped += 1
+                continue
             letter = DeadLetter.of(
-                envelope_of(message, offset),
-                channel=actor.name,
-                group=actor.group,
-                reason=reason,
-                at=at,
-                error=error,
+                envelope, channel=actor.name, group=actor.group, reason=reason, at=at, error=error
             )
             if actor.config.dead_letter is None:
                 actor.state.dropped += 1
+                actor.forget((message,))
             else:
-                self._put_dead_letter(actor, letter)
+                actor.bury(message, self._letter_queue(actor), letter.to_envelope())
                 actor.state.dead_lettered += 1
             _tell(self._callbacks, letter)
 
@@ -377,15 +629,15 @@ class Engine:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
 
-    def _tell_dropped(self, envelopes: builtins.list[Envelope]) -> None:
+    def dropped(self, envelopes: builtins.list[Envelope]) -> None:
+        """A full dead-letter queue pushed these out."""
         for envelope in envelopes:
             _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
 
-    def _put_dead_letter(self, actor: QueueActor, letter: DeadLetter) -> None:
+    def _letter_queue(self, actor: QueueActor) -> QueueActor:
         name = actor.config.dead_letter
         assert name is not None
-        target = self._channels.get(name)
-        if target is None:
+        if name not in self._channels:
             config = QueueConfig(
                 max_depth=actor.config.dead_letter_max_depth,
                 max_priority=actor.config.max_priority,
@@ -393,11 +645,11 @@ class Engine:
                 drop_oldest=True,
             )
             self.declare(name, config, insisted=())
-            target = self._channels[name]
+        target = self._channels[name]
+        assert isinstance(target, QueueActor)
         if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
-            target.reconfigure(replace(target.config, drop_oldest=True))
-        envelope = letter.to_envelope()
-        target.put(self._now(), envelope.id, envelope.body, envelope.headers, envelope.key)
+            self._reconfigure(target, drop_oldest=True)
+        return target
 
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
         """The dead letters of a queue, in their queue's order."""
@@ -418,19 +670,27 @@ class Engine:
             for letter in await self.dead_letters(name):
                 if ids is None or letter.message_id in ids:
                     item = letter.to_replay()
-                    channel.put(
-                        self._now(), item.id, item.body, item.headers, item.key, item.priority
-                    )
+                    await self._put(channel, item)
                     done.append(item.id)
         finally:
             if letters is not None and done:
-                letters.state.remove(done)
+                letters.remove(done)
+        await self.written()
         return len(done)
+
+    async def _put(self, channel: QueueActor | Topic, item: Envelope) -> None:
+        values = item.id, item.body, item.headers, item.key, item.priority, None, None
+        if self._journal is None:
+            channel.put(self._now(), *values)
+        else:
+            await self.put_all([self.arrival(channel, *values)])
 
     async def purge_dead_letters(self, name: str) -> int:
         """Delete the dead letters of a queue; return how many."""
         letters = self._letters(name)
-        return 0 if letters is None else letters.state.purge()
+        purged = 0 if letters is None else letters.purge()
+        await self.written()
+        return purged
 
     def _letters(self, name: str) -> QueueActor | None:
         target = self.channel(name, "dead_letters").config.dead_letter
@@ -454,3 +714,8 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
     if delay is not None and ttl is not None and delay >= ttl:
         raise ValueError(f"delay={delay!r} is not shorter than ttl={ttl!r}: it could only expire")
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)
+
+
+def _known(config: Mapping[str, object]) -> dict[str, Any]:
+    """The fields that this version knows: a later one may have written more."""
+    return {name: value for name, value in config.items() if name in ALL_FIELDS}

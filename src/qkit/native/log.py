@@ -9,48 +9,42 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from qkit.errors import ConfigError, LifecycleError, PayloadTooLarge
-from qkit.native.disk import Disk, LogLocked, StorageError
+from qkit.errors import ConfigError, Damage, LifecycleError, PayloadTooLarge, StorageError
+from qkit.native.disk import Disk
 from qkit.native.record import MAX_CONTENT
 from qkit.native.recovery import Entry, Recovery
 from qkit.native.segment import (
     FRAME_SIZE,
     HEADER_SIZE,
-    Damage,
     Header,
-    LogDamaged,
-    LogVersion,
     check_frame,
+    damaged,
+    frame_length,
     name_of,
     number_of,
     read_header,
     write_segment,
 )
 from qkit.native.tail import Position, Tail
-from qkit.native.writer import Fsync, ReadOnly, Writer
+from qkit.native.writer import Done, Fsync, Writer, read_only
 
 __all__ = [
-    "Damage",
     "Entry",
     "Fsync",
     "Log",
-    "LogDamaged",
-    "LogLocked",
-    "LogVersion",
     "Position",
-    "ReadOnly",
     "Rewrite",
-    "StorageError",
     "positions",
 ]
 
 SEGMENT_BYTES: Final = 64 << 20
 OPEN_FILES: Final = 32  # segments kept open for reading
+READ_AHEAD: Final = 4096  # most records are not longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +81,7 @@ class Log:
         fsync_interval: float = 1.0,
         segment_bytes: int = SEGMENT_BYTES,
         repair: bool = False,
-        on_lost: Callable[[StorageError, Sequence[bytes]], None] | None = None,
+        inline: bool = False,
     ) -> None:
         if fsync not in ("always", "interval", "never"):
             raise ConfigError(f"fsync is always, interval or never, not {fsync!r}")
@@ -99,7 +93,7 @@ class Log:
         self._fsync: Fsync = fsync
         self._fsync_interval = fsync_interval
         self._segment_bytes = segment_bytes
-        self._on_lost = on_lost
+        self.inline = inline
         self._recovery = Recovery(disk, repair=repair)
         self._tail: Tail | None = None
         self._writer: Writer | None = None
@@ -116,13 +110,13 @@ class Log:
         fsync_interval: float = 1.0,
         segment_bytes: int = SEGMENT_BYTES,
         repair: bool = False,
-        on_lost: Callable[[StorageError, Sequence[bytes]], None] | None = None,
+        inline: bool = False,
     ) -> Log:
         """Take the directory for this process, making it if need be.
 
         ``fsync``: ``always``, before an append is confirmed; ``interval``, at most
         ``fsync_interval`` seconds later; ``never``, when the system sees fit (a rotation excepted).
-        ``on_lost`` is called, in the loop, for what ``append_nowait`` could not write.
+        ``inline`` writes in the loop itself, for virtual time.
 
         Raises ``LogLocked`` if another process has it, and ``StorageError`` for symbolic links
         and the like.
@@ -135,7 +129,7 @@ class Log:
                 fsync_interval=fsync_interval,
                 segment_bytes=segment_bytes,
                 repair=repair,
-                on_lost=on_lost,
+                inline=inline,
             )
         except BaseException:
             disk.close()
@@ -168,37 +162,83 @@ class Log:
             asyncio.get_running_loop(),
             fsync=self._fsync,
             interval=self._fsync_interval,
-            on_lost=self._on_lost,
+            inline=self.inline,
         )
 
     # Writing
 
-    def append(self, contents: Sequence[bytes], sync: bool = True) -> asyncio.Future[Position]:
+    def append(self, contents: Sequence[bytes]) -> asyncio.Future[Position]:
         """Add records, next to each other; the answer is the place of the first.
 
-        It comes when they are on the disk, or without ``sync`` (and by the policies ``interval``
-        and ``never``) when the operating system has them: they survive this process, not the
-        machine. Each record is atomic, a batch is not: a crash may keep its first records only.
+        It comes when they are on the disk, or by the policies ``interval`` and ``never`` when the
+        operating system has them: they survive this process, not the machine. Each record is
+        atomic, a batch is not: a crash may keep its first records only.
 
         Call it in the loop's thread. Raises ``ReadOnly`` after a failed sync; the future raises
         ``StorageError`` if the disk refused, and then nothing of the batch is in the log.
         """
-        if self._writer is None:
-            raise LifecycleError("the log is not started", backend="native", operation="append")
+        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            if future.done():
+                return
+            if position is not None:
+                future.set_result(position)
+            elif error is not None:
+                future.set_exception(error)
+
+        self.append_then(contents, done)
+        return future
+
+    def append_then(self, contents: Sequence[bytes], done: Done) -> None:
+        """As ``append``; ``done`` is called in the loop, in the order of the appends."""
+        writer = self._running()
         if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
             _check(contents)
-        return self._writer.append(contents, sync)
+        writer.append(contents, done)
 
-    def append_nowait(self, contents: Sequence[bytes]) -> None:
-        """Add records that nobody waits for: they keep their place in the order.
+    def append_nowait(self, contents: Sequence[bytes], done: Done | None = None) -> None:
+        """Add records of what has happened: they keep their place in the order.
 
         They are written with the next group, and synced with the next that is, after
-        ``fsync_interval`` at the latest (unless the policy is ``never``).
+        ``fsync_interval`` at the latest (unless the policy is ``never``). A full disk puts them
+        off, in front of all that comes later; ``done`` is called once they are written, or when
+        the log has become read-only.
         """
+        writer = self._running()
+        _check(contents)
+        writer.append_nowait(contents, done)
+
+    def written(self) -> asyncio.Future[None] | None:
+        """What to await until the operating system has all that was appended; ``None``: it has.
+
+        It raises ``StorageError`` if the disk refused a part; what was appended with
+        ``append_nowait`` will be written nevertheless, as soon as there is space.
+        """
+        return self._running().written()
+
+    async def rotate(self) -> None:
+        """Begin another segment, so that all that was appended is in complete ones."""
+        self._running()
+        assert self._tail is not None
+        if self._tail.empty:
+            return
+        self._tail.full_now = True
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        self._running().append((), done)
+        await asyncio.shield(future)
+
+    def _running(self) -> Writer:
         if self._writer is None:
             raise LifecycleError("the log is not started", backend="native", operation="append")
-        _check(contents)
-        self._writer.append_nowait(contents)
+        return self._writer
 
     @property
     def read_only(self) -> bool:
@@ -206,9 +246,9 @@ class Log:
         return self._tail is not None and self._tail.broken is not None
 
     @property
-    def lost(self) -> int:
-        """How many records of ``append_nowait`` could not be written."""
-        return 0 if self._writer is None else self._writer.lost
+    def owed(self) -> int:
+        """How many records of ``append_nowait`` a full disk has put off."""
+        return 0 if self._writer is None else self._writer.owed
 
     @property
     def groups(self) -> int:
@@ -217,18 +257,21 @@ class Log:
 
     # Reading back and tidying
 
-    def read(self, segment: int, offset: int, length: int) -> bytes:
-        """The content at a place, checked; ``length`` is the content's own.
+    def read(self, segment: int, offset: int) -> bytes:
+        """The content at a place, checked. Blocking, for any thread.
 
         Raises ``LogDamaged`` if the bytes are not those that were written.
         """
         with self._lock:
             fd, _, salt = self._reader(segment)
-            data = self._disk.read(fd, FRAME_SIZE + length, offset)
-        content = check_frame(data, salt, offset)
+            data = self._disk.read(fd, READ_AHEAD, offset)
+            length = frame_length(data, salt, offset)
+            if length is not None and length > len(data) == READ_AHEAD:
+                data = self._disk.read(fd, length, offset)
+        content = check_frame(data[:length], salt, offset)
         if content is None:
-            damage = Damage("damaged", segment, offset, FRAME_SIZE + length)
-            raise LogDamaged(f"a stored record cannot be read: {damage}", [damage])
+            damage = Damage("damaged", segment, offset, len(data))
+            raise damaged(f"a stored record cannot be read: {damage}", [damage])
         return content
 
     def _reader(self, segment: int) -> tuple[int, Header, int]:
@@ -238,7 +281,7 @@ class Log:
             header, _ = read_header(self._disk.read(fd, HEADER_SIZE, 0), segment)
             if header is None:
                 self._disk.close_file(fd)
-                raise LogDamaged(f"the header of segment {segment} cannot be read")
+                raise damaged(f"the header of segment {segment} cannot be read")
             if len(self._readers) >= OPEN_FILES:
                 self._forget(next(iter(self._readers)))
             found = self._readers[segment] = fd, header, header.salt
@@ -331,7 +374,7 @@ class Log:
             # A removed segment may come back, without those that say what became of its messages.
             if self._tail is not None:
                 self._tail.broken = error
-            raise ReadOnly.since(error, operation) from error
+            raise read_only(error, operation) from error
 
     def _check_sealed(self, segments: Collection[int]) -> None:
         active = self._active()

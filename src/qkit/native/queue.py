@@ -8,7 +8,7 @@ so durability can be put around it without touching its rules.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Final
@@ -22,9 +22,11 @@ from qkit.native.stored import (
     GONE,
     READY,
     SCHEDULED,
+    Fresh,
     ReadyBuckets,
     Stored,
     TaggedStored,
+    Waiting,
 )
 
 __all__ = ["DEFAULT_PRIORITY", "QueueState"]
@@ -44,21 +46,25 @@ class QueueState:
     """
 
     __slots__ = (
-        "_deadlines",
+        "_busy",
         "_default_priority",
         "_drop_oldest",
+        "_ends",
         "_expiries",
-        "_extended",
         "_held_by",
+        "_latest",
         "_leases",
         "_max_deliveries",
         "_max_depth",
         "_max_priority",
         "_next",
         "_ready",
+        "_reserved",
+        "_room",
         "_scheduled",
         "_scheduled_live",
         "_size",
+        "_strays",
         "_tick",
         "acked",
         "claimed",
@@ -83,6 +89,7 @@ class QueueState:
         drop_oldest: bool = False,
     ) -> None:
         self.name = name
+        self._reserved = 0  # places of messages on their way to the disk
         self.limit(
             max_depth=max_depth,
             max_priority=max_priority,
@@ -99,10 +106,14 @@ class QueueState:
         self._scheduled = Agenda()
         self._scheduled_live = 0
         self._expiries = Agenda()
-        self._leases: dict[int, Stored] = {}  # by token
-        self._deadlines: list[tuple[float, int]] = []  # at least one entry for each lease
-        self._extended: dict[int, float] = {}  # the true end of leases that were extended
-        self._held_by: dict[int, str] = {}
+        # Leases by token, in the order in which they end. Nearly all are of one length, so that a
+        # new or renewed one goes to the end; the few that do not fit in have a heap.
+        self._leases: dict[int, Stored] = {}
+        self._latest = float("-inf")  # when the last of them ends
+        self._strays: dict[int, Stored] = {}
+        self._ends: list[tuple[float, int]] = []  # at least one entry for each stray
+        self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
+        self._busy: Counter[str] = Counter()  # how many messages each of them holds
 
         self.published = 0
         self.claimed = 0
@@ -118,6 +129,7 @@ class QueueState:
     ) -> None:
         """Set the limits for what comes; what is in the queue stays."""
         self._max_depth = max_depth
+        self._room = max_depth - self._reserved
         self._max_priority = max_priority
         self._default_priority = min(DEFAULT_PRIORITY, max_priority)
         self._max_deliveries = max_deliveries
@@ -128,7 +140,7 @@ class QueueState:
     @property
     def ready(self) -> int:
         """Messages that could be claimed now."""
-        return self._size - self._scheduled_live - len(self._leases)
+        return self._size - self._scheduled_live - len(self._leases) - len(self._strays)
 
     @property
     def scheduled(self) -> int:
@@ -138,16 +150,41 @@ class QueueState:
     @property
     def in_flight(self) -> int:
         """Messages that a consumer holds."""
-        return len(self._leases)
+        return len(self._leases) + len(self._strays)
+
+    @property
+    def full(self) -> bool:
+        """Whether a message would find no room."""
+        return self._size >= self._room and not self._drop_oldest
 
     def holds(self, token: int) -> bool:
         """Whether the delivery ``token`` still owns its message."""
-        return token in self._leases
+        return token in self._leases or token in self._strays
+
+    def held(self) -> Iterator[Stored]:
+        """Every message that a consumer holds."""
+        yield from self._leases.values()
+        yield from self._strays.values()
+
+    def lease(self, token: int) -> Stored | None:
+        """The message that a delivery holds, if it still does."""
+        return self._leases.get(token) or self._strays.get(token)
+
+    def priority(self, wanted: int | None) -> int:
+        """The priority that a message gets."""
+        return self._default_priority if wanted is None else wanted
+
+    def busy(self, consumer: str | None) -> int:
+        """How many messages the consumer of that name holds."""
+        return self._busy[consumer] if consumer is not None else 0
+
+    def held_by(self, consumer: str) -> list[int]:
+        """The deliveries that the consumer of that name holds."""
+        return [token for token, name in self._held_by.items() if name == consumer]
 
     def oldest_since(self) -> float | None:
         """When the oldest ready message became ready."""
-        oldest = self._ready.oldest()
-        return None if oldest is None else oldest.since
+        return self._ready.oldest_since()
 
     # Arrivals
 
@@ -155,12 +192,13 @@ class QueueState:
         self,
         now: float,
         id: str,
-        body: bytes,
+        body: bytes | None,
         headers: dict[str, str] | None = None,
         key: str | None = None,
         priority: int | None = None,
         due: float | None = None,
         expires: float | None = None,
+        seq: int = 0,
     ) -> int | None:
         """Add a message; return how many are ahead of it, ``None`` while it is delayed.
 
@@ -170,37 +208,75 @@ class QueueState:
             priority = self._default_priority
         elif not 0 <= priority <= self._max_priority:
             self.check(id, priority)
-        if self._size >= self._max_depth:
+        if self._size >= self._room:
             self.check(id, priority)
             self._make_room()
         if now - self._tick >= TICK:
             self._tick = now
-        if key is None and expires is None:
-            message = Stored(id, body, headers, priority, self._tick)
-        else:
-            message = self._tagged(id, body, headers, priority, key, expires)
         self._size += 1
         self.published += 1
+        fresh = (id, body, headers, self._tick, seq)
+        if key is None and expires is None and due is None:
+            return self._ready.append(fresh, priority)
+        message = self._stored(fresh, priority, key, expires)
         if due is not None and due > now:
             self._schedule(message, due)
             return None
-        return self._ready.append(message)
+        return self._ready.append(message, priority)
 
-    def _tagged(
-        self,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        priority: int,
-        key: str | None,
-        expires: float | None,
-    ) -> TaggedStored:
-        message = TaggedStored(id, body, headers, priority, self._tick)
+    def _stored(
+        self, fresh: Fresh, priority: int, key: str | None, expires: float | None
+    ) -> Stored:
+        if key is None and expires is None:
+            return Stored(fresh, priority)
+        message = TaggedStored(fresh, priority)
         message.key = key
         message.expires = expires
         if expires is not None:
             self._expiries.add(expires, message)
         return message
+
+    def restore(
+        self,
+        now: float,
+        fresh: Fresh,
+        *,
+        priority: int,
+        key: str | None,
+        due: float | None,
+        expires: float | None,
+        attempt: int,
+    ) -> Stored | None:
+        """Take a message back from a log, in order of arrival; limits do not hold here.
+
+        What was delivered before comes back as a ``Stored``, ready or scheduled.
+        """
+        self._size += 1
+        if not attempt and key is None and expires is None and due is None:
+            self._ready.append(fresh, priority)
+            return None
+        message = self._stored(fresh, priority, key, expires)
+        message.attempt = attempt
+        if attempt:
+            self._next = message.sequence = self._next + 1
+        if due is not None and due > now:
+            self._schedule(message, due)
+        elif attempt:
+            self._ready.put_back(message)
+        else:
+            self._ready.append(message, priority)
+        return message
+
+    def reserve(self, id: str, priority: int | None) -> None:
+        """Keep a place for a message that is on its way to the disk, or raise as ``put`` does."""
+        self.check(id, priority)
+        self._reserved += 1
+        self._room -= 1
+
+    def unreserve(self) -> None:
+        """The message is about to be put, or will not come."""
+        self._reserved -= 1
+        self._room += 1
 
     def check(self, id: str, priority: int | None) -> None:
         """Raise what ``put`` would raise for such a message."""
@@ -211,21 +287,22 @@ class QueueState:
                 queue=self.name,
                 message_id=id,
             )
-        if self._size >= self._max_depth and not self._drop_oldest:
+        if self._size >= self._room and not self._drop_oldest:
             raise QueueFull(
-                f"the queue holds {self._size} messages of at most {self._max_depth}: consume "
-                "or purge some, or raise max_depth",
+                f"the queue holds {self._size + self._reserved} messages of at most "
+                f"{self._max_depth}: consume or purge some, or raise max_depth",
                 operation="publish",
                 queue=self.name,
                 message_id=id,
             )
 
     def _make_room(self) -> None:
-        oldest = self._ready.oldest()
+        oldest = self._ready.pop_oldest()
         if oldest is None and self._scheduled_live:
             oldest = next(message for _, message in self._scheduled)
+            self._remove_waiting(oldest)
         if oldest is not None:  # else consumers hold every one: one over the limit, then
-            self._discard(oldest)
+            self._leave(oldest)
             self.dropped += 1
             self.evicted.append(oldest)
 
@@ -251,12 +328,13 @@ class QueueState:
         if self._scheduled or self._expiries:
             self._advance(now)
         deadline = now + lease
-        leases, deadlines = self._leases, self._deadlines
-        claimed: list[Stored] = []
-        while limit > 0:
-            message = self._ready.pop()
-            if message is None:
-                break
+        leases = self._leases
+        if deadline >= self._latest or not leases:
+            self._latest = deadline
+        else:
+            leases = self._strays
+        pop, claimed = self._ready.pop, list[Stored]()
+        while limit > 0 and (message := pop()) is not None:
             limit -= 1
             self._next = token = self._next + 1
             if not message.sequence:
@@ -265,28 +343,39 @@ class QueueState:
                 self.waited += now - message.since
             message.attempt += 1
             message.state = token
+            message.deadline = deadline
             leases[token] = message
-            heappush(deadlines, (deadline, token))
             if consumer is not None:
                 self._held_by[token] = consumer
             claimed.append(message)
-        self.claimed += len(claimed)
-        if len(deadlines) > 2 * len(leases) + COMPACT_ABOVE:
-            self._trim_deadlines()
+        if claimed:
+            if consumer is not None:
+                self._busy[consumer] += len(claimed)
+            self.claimed += len(claimed)
+            if leases is self._strays:
+                self._enter_ends(claimed)
         return claimed
 
-    def ack(self, token: int) -> None:
+    def _enter_ends(self, strays: Iterable[Stored]) -> None:
+        for message in strays:
+            heappush(self._ends, (message.deadline, message.state))
+        if len(self._ends) > 2 * len(self._strays) + COMPACT_ABOVE:
+            # Taking each out when its delivery is settled would be O(n); waiting for its time
+            # would keep a whole lease's worth of settled deliveries.
+            self._ends = [(lease.deadline, token) for token, lease in self._strays.items()]
+            heapify(self._ends)
+
+    def ack(self, token: int) -> Stored:
         """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
         message = self._leases.pop(token, None)
-        if message is None:
-            raise self._not_held(token, "ack")
-        if self._extended or self._held_by:
-            self._forget(token)
+        if message is None or self._held_by:
+            message = self._take(token, "ack", message)
         message.state = GONE
         self._size -= 1
         self.acked += 1
         if message.expires is not None:
             self._expiries.outdate()
+        return message
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
         """Give up on a held message: it joins the dead."""
@@ -326,24 +415,27 @@ class QueueState:
 
     def extend(self, now: float, token: int, seconds: float) -> None:
         """Move the end of a lease to ``seconds`` from now."""
-        if token not in self._leases:
+        message = self._leases.pop(token, None) or self._strays.pop(token, None)
+        if message is None:
             raise self._not_held(token, "extend")
-        deadline = now + seconds
-        self._extended[token] = deadline
-        heappush(self._deadlines, (deadline, token))
-        if len(self._deadlines) > 2 * len(self._leases) + COMPACT_ABOVE:
-            self._trim_deadlines()
+        message.deadline = deadline = now + seconds
+        if deadline >= self._latest or not self._leases:
+            self._latest = deadline
+            self._leases[token] = message
+        else:
+            self._strays[token] = message
+            self._enter_ends((message,))
 
-    def _take(self, token: int, operation: str) -> Stored:
-        message = self._leases.pop(token, None)
+    def _take(self, token: int, operation: str, message: Stored | None = None) -> Stored:
+        message = message or self._leases.pop(token, None) or self._strays.pop(token, None)
         if message is None:
             raise self._not_held(token, operation)
-        self._forget(token)
+        consumer = self._held_by.pop(token, None)
+        if consumer is not None:
+            self._busy[consumer] -= 1
+            if not self._busy[consumer]:
+                del self._busy[consumer]
         return message
-
-    def _forget(self, token: int) -> None:
-        self._extended.pop(token, None)
-        self._held_by.pop(token, None)
 
     def _not_held(self, token: int, operation: str) -> QueueError:
         if 0 < token <= self._next:
@@ -362,27 +454,50 @@ class QueueState:
     def expire(self, now: float) -> list[Dead]:
         """Do all that is due, expired leases included; return the dead, for routing."""
         self._advance(now)
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            deadline, token = heappop(deadlines)
-            if token not in self._leases:
-                continue
-            if self._extended.get(token, deadline) != deadline:
-                continue  # its end was moved, and has an entry of its own
-            consumer = self._held_by.get(token)
-            message = self._take(token, "expire")
-            if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
-                last = f", last with consumer {consumer}" if consumer else ""
-                error = LeaseExpired(
-                    f"the lease of delivery {message.attempt} of {self._max_deliveries} "
-                    f"expired{last}: the handler crashed, hung or outran ack_deadline"
-                )
-                self._bury(message, Reason.MAX_RETRIES_EXCEEDED, error)
-            elif message.expires is not None and message.expires <= now:
-                self._bury(message, Reason.TTL_EXPIRED, _expired(message))
-            else:
-                self._back_to_ready(message)
+        ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
+        for token, message in self._leases.items():
+            if message.deadline > now:
+                break
+            ended.append(token)
+        while (end := self._next_stray()) is not None and end[0] <= now:
+            ended.append(heappop(self._ends)[1])
+        for token in ended:
+            self._expire(now, token, "expired")
         return self.take_dead()
+
+    def abandon(self, now: float, tokens: Iterable[int]) -> list[Dead]:
+        """The consumer of these deliveries is gone: their leases end now; return the dead."""
+        for token in tokens:
+            if self.holds(token):
+                self._expire(now, token, "ended with its consumer")
+        return self.take_dead()
+
+    def condemn(self, message: Stored) -> None:
+        """A restored message had been handed out for the last time when the engine stopped."""
+        self._remove_waiting(message)
+        self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, "ended by a stop"))
+
+    def lose(self, token: int) -> None:
+        """A held message cannot be read any more: forget it."""
+        self._leave(self._take(token, "lose"))
+        self.dropped += 1
+
+    def _spent(self, message: Stored, how: str) -> LeaseExpired:
+        return LeaseExpired(
+            f"the lease of delivery {message.attempt} of {self._max_deliveries} {how}: "
+            "the handler crashed, hung or outran ack_deadline"
+        )
+
+    def _expire(self, now: float, token: int, how: str) -> None:
+        consumer = self._held_by.get(token)
+        message = self._take(token, "expire")
+        if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
+            last = f", last with consumer {consumer}" if consumer else ""
+            self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, how + last))
+        elif message.expires is not None and message.expires <= now:
+            self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+        else:
+            self._back_to_ready(message)
 
     def advance(self, now: float) -> list[Dead]:
         """Do what is due except expiring leases; return the dead, for routing."""
@@ -400,11 +515,21 @@ class QueueState:
         return min((due for due in dues if due is not None), default=None)
 
     def next_lease(self) -> float | None:
-        """When a lease may end next."""
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][1] not in self._leases:
-            heappop(deadlines)
-        return deadlines[0][0] if deadlines else None
+        """When a lease ends next."""
+        stray = self._next_stray()
+        for message in self._leases.values():
+            return message.deadline if stray is None else min(message.deadline, stray[0])
+        return None if stray is None else stray[0]
+
+    def _next_stray(self) -> tuple[float, int] | None:
+        ends, strays = self._ends, self._strays
+        while ends:
+            at, token = ends[0]
+            lease = strays.get(token)
+            if lease is not None and lease.deadline == at:
+                return ends[0]
+            heappop(ends)
+        return None
 
     def _advance(self, now: float) -> None:
         while (message := self._scheduled.pop_due(now)) is not None:
@@ -414,7 +539,7 @@ class QueueState:
             else:  # delayed at its send: it takes its place among those that arrive now
                 message.state = READY
                 message.since = now
-                self._ready.append(message)
+                self._ready.append(message, message.priority)
         while (message := self._expiries.pop_due(now)) is not None:
             if message.state <= READY:  # one in flight is looked at when it is given back
                 self._remove_waiting(message)
@@ -442,24 +567,6 @@ class QueueState:
         else:
             self._ready.discard(message)
 
-    def _discard(self, message: Stored) -> None:
-        self._remove_waiting(message)
-        self._leave(message)
-
-    def _trim_deadlines(self) -> None:
-        """Drop stale entries once they outnumber the live ones.
-
-        Taking each out when its delivery is settled would be O(n); waiting for its time would
-        keep a whole lease's worth of settled deliveries.
-        """
-        leases, extended = self._leases, self._extended
-        self._deadlines = [
-            (at, token)
-            for at, token in self._deadlines
-            if token in leases and extended.get(token, at) == at
-        ]
-        heapify(self._deadlines)
-
     # Administration
 
     def waiting(self) -> Iterator[tuple[Stored, float | None]]:
@@ -473,32 +580,39 @@ class QueueState:
         """The first ``limit`` of ``waiting()``."""
         return list(islice(self.waiting(), limit))
 
-    def purge(self) -> int:
-        """Forget every message that no consumer holds; return how many."""
-        removed = self._size - len(self._leases)
-        for message, _ in self.waiting():
-            message.state = GONE
-        self._ready.clear()
+    def purge(self) -> list[Waiting]:
+        """Forget every message that no consumer holds; return them, in no order."""
+        removed = self._ready.clear() + [message for _, message in self._scheduled]
+        for entry in removed:
+            if not isinstance(entry, tuple):
+                entry.state = GONE
         self._scheduled.rebuild()
         self._scheduled_live = 0
         self._expiries.rebuild()
-        self._size = len(self._leases)
+        self._size -= len(removed)
         return removed
 
-    def remove(self, ids: Collection[str]) -> int:
-        """Forget a message for each of these ids unless a consumer holds it; return how many.
+    def remove(self, ids: Collection[str]) -> list[Stored]:
+        """Forget a message for each of these ids unless a consumer holds it; return them.
 
         Of several with one id the first goes: an id that is named twice takes two.
         """
         wanted = Counter(ids)
-        found: list[Stored] = []
-        for message, _ in self.waiting():
+        found = self._ready.take(wanted)
+        for _, message in list(self._scheduled):
             if wanted[message.id] > 0:
                 wanted[message.id] -= 1
+                self._remove_waiting(message)
                 found.append(message)
         for message in found:
-            self._discard(message)
-        return len(found)
+            self._leave(message)
+        return found
+
+    def everything(self) -> Iterator[Stored]:
+        """Every message, held ones included."""
+        for message, _ in self.waiting():
+            yield message
+        yield from self.held()
 
 
 def _expired(message: Stored) -> TimeToLiveExpired:

@@ -31,6 +31,7 @@ __all__ = [
     "RecordError",
     "Release",
     "Remove",
+    "Take",
     "decode",
 ]
 
@@ -47,6 +48,7 @@ RELEASE: Final = 7
 BURY: Final = 8
 REMOVE: Final = 9
 INBOX: Final = 10
+TAKE: Final = 11
 
 EXTENDED: Final = 1  # PUBLISH: the rare fields follow
 KEYED: Final = 2  # PUBLISH: there is a key, perhaps an empty one
@@ -61,6 +63,7 @@ ONE_SEQ: Final = struct.Struct("<BIQ")  # type, queue, seq
 ONE_CLAIM: Final = struct.Struct("<BIQI")  # type, queue, seq, attempt
 RELEASING: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
 TARGETS: Final = struct.Struct("<BH")  # type, targets
+TAKING: Final = struct.Struct("<BQQ")  # type, first seq, last seq
 
 
 class RecordError(QueueError, ValueError):
@@ -152,14 +155,22 @@ class Remove(NamedTuple):
     seqs: tuple[int, ...]
 
 
+class Take(NamedTuple):
+    """Messages of a bulk file follow; they count only if its ``Inbox`` follows as well."""
+
+    name: str
+    first: int
+    last: int
+
+
 class Inbox(NamedTuple):
-    """A bulk file was taken in and must not be taken in again."""
+    """A bulk file was taken in whole and must not be taken in again."""
 
     name: str
 
 
 Record: TypeAlias = (
-    Declare | Delete | Publish | Fanout | Claim | Ack | Release | Bury | Remove | Inbox
+    Declare | Delete | Publish | Fanout | Claim | Ack | Release | Bury | Remove | Take | Inbox
 )
 
 
@@ -248,6 +259,11 @@ def _decode_release(content: bytes) -> Release:
     return Release(queue, seq, attempt, due, headers)
 
 
+def _decode_take(content: bytes) -> Take:
+    _, first, last = TAKING.unpack_from(content)
+    return Take(content[TAKING.size :].decode(), first, last)
+
+
 def _decode_bury(content: bytes) -> Bury:
     _, queue, seq = ONE_SEQ.unpack_from(content)
     return Bury(queue, seq, _decode_publish(content, ONE_SEQ.size))
@@ -264,4 +280,5 @@ _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
     BURY: _decode_bury,
     REMOVE: lambda content: Remove(*_decode_seqs(content)),
     INBOX: lambda content: Inbox(content[1:].decode()),
+    TAKE: _decode_take,
 }

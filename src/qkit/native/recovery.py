@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from qkit.errors import Damage
 from qkit.native.disk import Disk
 from qkit.native.segment import (
     FRAME_SIZE,
     HEADER_SIZE,
-    Damage,
     Header,
-    LogDamaged,
     Scan,
+    damaged,
     name_of,
     number_of,
     read_header,
@@ -75,12 +75,12 @@ class Recovery:
         data = self._read(number)
         header, _ = read_header(data, number)
         if header is None:
-            raise LogDamaged(f"the header of segment {number} cannot be read")
+            raise damaged(f"the header of segment {number} cannot be read")
         found = scan(data, header.salt)
         damage = self._judge(number, found, last=False)
         if damage:
             places = "; ".join(map(str, damage))
-            raise LogDamaged(f"stored records cannot be read: {places}", damage)
+            raise damaged(f"stored records cannot be read: {places}", damage)
         return _entries(number, data, found)
 
     def _headers(self) -> dict[int, Header | None]:
@@ -167,7 +167,7 @@ class Recovery:
     def _lost(self, damage: list[Damage]) -> None:
         if damage and not self._repair:
             places = "; ".join(map(str, damage))
-            raise LogDamaged(
+            raise damaged(
                 f"stored records of {self._disk.path} cannot be read: {places}. Restore it from a "
                 "copy, or open it with repair=True, which keeps all that is whole",
                 damage,

@@ -21,23 +21,22 @@ import re
 import struct
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 from zlib import crc32
 
-from qkit.native.disk import Disk, StorageError
+from qkit.errors import Damage, LogDamaged, LogVersion
+from qkit.native.disk import Disk
 
 __all__ = [
     "FRAME_SIZE",
     "HEADER_SIZE",
     "VERSION",
-    "Damage",
     "Header",
-    "LogDamaged",
-    "LogVersion",
     "Scan",
     "check_frame",
+    "damaged",
     "frame",
+    "frame_length",
     "mark",
     "name_of",
     "number_of",
@@ -67,40 +66,11 @@ _TYPE: Final = re.compile(rb"[\x01-\x1f\xf0\xf1]")
 _NAME: Final = re.compile(r"(\d{8,10})\.seg(\.damaged-\d+)?")
 
 
-class LogVersion(StorageError):
-    """The files are of a format that this qkit does not read."""
-
-
-class LogDamaged(StorageError):
-    """Records that were safely stored cannot be read; ``damage`` says where.
-
-    Nothing was changed. Restore the directory from a copy, or open it with ``repair=True``: that
-    keeps every record that is whole and sets the damaged files aside.
-    """
-
-    def __init__(self, message: str, damage: Iterable[Damage] = ()) -> None:
-        super().__init__(message, backend="native", operation="open")
-        self.damage = list(damage)
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """Bytes of a segment that are no record.
-
-    ``torn``: the end of the log, of a write that a crash cut short; it was cut off. ``unsynced``:
-    a hole among the last writes, none of which was confirmed; it was closed. ``header``: one of the
-    two copies, restored from the other. ``damaged``: records that had been stored are lost.
-    """
-
-    kind: Literal["torn", "unsynced", "header", "damaged"]
-    segment: int
-    offset: int
-    length: int
-    words: str = ""
-
-    def __str__(self) -> str:
-        text = f"segment {self.segment}, offset {self.offset}: {self.length} bytes {self.kind}"
-        return f"{text} ({self.words})" if self.words else text
+def damaged(message: str, damage: Iterable[Damage] = ()) -> LogDamaged:
+    """The error that says so, and where."""
+    error = LogDamaged(message, backend="native", operation="open")
+    error.damage = list(damage)
+    return error
 
 
 class Header(NamedTuple):
@@ -261,6 +231,15 @@ def write_segment(
 
 
 # Reading
+
+
+def frame_length(data: bytes, salt: int, offset: int) -> int | None:
+    """How long the frame that ``data``, read at ``offset``, begins with is; ``None`` if damaged."""
+    if len(data) < FRAME_SIZE:
+        return None
+    length, check, _ = _FRAME.unpack_from(data)
+    sound = ((salt ^ offset) + length) * _SPREAD >> 16 & 0xFFFF == check
+    return FRAME_SIZE + length if sound else None
 
 
 def check_frame(data: bytes, salt: int, offset: int) -> bytes | None:

@@ -1,49 +1,71 @@
 """A message at rest in the native engine, and the priority buckets that hold the ready ones.
 
-Sans-IO and small: a queue of a hundred thousand messages is a hundred thousand of these.
+Sans-IO and small: most messages wait once, are delivered once and are gone. Until then such a
+message is a bare tuple, a fifth of an object's cost; it becomes a ``Stored`` when it is claimed, or
+on arrival if something may happen to it while it waits (it is delayed, expires or has a key).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import Final
+from typing import Final, TypeAlias
 
-__all__ = ["GONE", "READY", "SCHEDULED", "ReadyBuckets", "Stored", "TaggedStored"]
+__all__ = [
+    "GONE",
+    "READY",
+    "SCHEDULED",
+    "Fresh",
+    "ReadyBuckets",
+    "Stored",
+    "TaggedStored",
+    "Waiting",
+]
 
 READY: Final = 0
 SCHEDULED: Final = -1
 GONE: Final = -2
 COMPACT_ABOVE: Final = 64  # stale entries below this are not worth a rebuild
 
+# id, body (``None``: left on the disk), headers, since, seq (0 in memory)
+Fresh: TypeAlias = tuple[str, bytes | None, dict[str, str] | None, float, int]
+
 
 class Stored:
     """One message of one queue.
 
-    ``state`` is ``READY``, ``SCHEDULED``, ``GONE``, or the token of the delivery that holds it.
-    ``sequence`` is the token of its first delivery, 0 before that: inside a priority the order
-    of first delivery is the order of arrival, so nothing need be numbered on arrival.
-    ``since`` is when it first became ready. ``key`` and ``expires`` are rare: here they are
-    class attributes that cost a plain message nothing; ``TaggedStored`` has room for them.
+    ``state`` is ``READY``, ``SCHEDULED``, ``GONE``, or the token of the delivery that holds it
+    until ``deadline``. ``sequence`` is the token of its first delivery, 0 before that: inside a
+    priority the order of first delivery is the order of arrival, so nothing need be numbered on
+    arrival. ``seq`` is its number in the log of a durable engine. ``since`` is when it first
+    became ready. ``key`` and ``expires`` are rare: here they are class attributes that cost a
+    plain message nothing; ``TaggedStored`` has room for them.
     """
 
-    __slots__ = ("attempt", "body", "headers", "id", "priority", "sequence", "since", "state")
+    __slots__ = (
+        "attempt",
+        "body",
+        "deadline",
+        "headers",
+        "id",
+        "priority",
+        "seq",
+        "sequence",
+        "since",
+        "state",
+    )
 
     key: str | None = None
     expires: float | None = None
 
-    def __init__(
-        self, id: str, body: bytes, headers: dict[str, str] | None, priority: int, since: float
-    ) -> None:
-        self.id = id
-        self.body = body
-        self.headers = headers
+    def __init__(self, fresh: Fresh, priority: int) -> None:
+        self.id, self.body, self.headers, self.since, self.seq = fresh
         self.priority = priority
-        self.since = since
         self.attempt = 0
         self.sequence = 0
         self.state: int = READY
+        self.deadline = 0.0
 
 
 class TaggedStored(Stored):
@@ -55,6 +77,9 @@ class TaggedStored(Stored):
     key: str | None
 
 
+Waiting: TypeAlias = Fresh | Stored
+
+
 class _Bucket:
     """The ready messages of one priority.
 
@@ -63,40 +88,50 @@ class _Bucket:
     the returned first is exact. ``stale`` counts entries of either whose message is gone.
     """
 
-    __slots__ = ("fresh", "returned", "stale")
+    __slots__ = ("fresh", "priority", "returned", "stale")
 
-    def __init__(self) -> None:
-        self.fresh: deque[Stored] = deque()
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.fresh: deque[Waiting] = deque()
         self.returned: list[tuple[int, Stored]] = []
         self.stale = 0
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.returned) - self.stale
 
-    def __iter__(self) -> Iterator[Stored]:
+    def __iter__(self) -> Iterator[Waiting]:
         for _, message in sorted(self.returned):
             if message.state == READY:
                 yield message
-        for message in self.fresh:
-            if message.state == READY:
-                yield message
+        for entry in self.fresh:
+            if isinstance(entry, tuple) or entry.state == READY:
+                yield entry
 
-    def head(self) -> Stored | None:
+    def head(self) -> Waiting | None:
         """The next message; the stale entries before it go, so that finding it stays cheap."""
         while self.returned and self.returned[0][1].state != READY:
             heappop(self.returned)
             self.stale -= 1
         if self.returned:
             return self.returned[0][1]
-        while self.fresh and self.fresh[0].state != READY:
+        while self.fresh:
+            entry = self.fresh[0]
+            if isinstance(entry, tuple) or entry.state == READY:
+                return entry
             self.fresh.popleft()
             self.stale -= 1
-        return self.fresh[0] if self.fresh else None
+        return None
 
     def compact(self) -> None:
-        self.fresh = deque(message for message in self.fresh if message.state == READY)
-        self.returned = [entry for entry in self.returned if entry[1].state == READY]
+        self.keep(list(self))
+
+    def keep(self, entries: list[Waiting]) -> None:
+        """Hold these only; they are in order."""
+        self.returned = [
+            (e.sequence, e) for e in entries if not isinstance(e, tuple) and e.sequence
+        ]
         heapify(self.returned)
+        self.fresh = deque(e for e in entries if isinstance(e, tuple) or not e.sequence)
         self.stale = 0
 
 
@@ -113,27 +148,32 @@ class ReadyBuckets:
         self._buckets: dict[int, _Bucket] = {}
         self._mask: int = 0
 
-    def append(self, message: Stored) -> int:
+    def append(self, entry: Waiting, priority: int) -> int:
         """Add a message that was never delivered; return how many are ahead of it."""
-        priority = message.priority
         bucket = self._buckets.get(priority)
         if bucket is None:
-            bucket = self._buckets[priority] = _Bucket()
-        ahead = len(bucket.fresh) + len(bucket.returned) - bucket.stale
-        if self._mask >> priority > 1:
+            bucket = self._bucket(priority)
+        fresh = bucket.fresh
+        ahead = len(fresh) + len(bucket.returned) - bucket.stale
+        mask = self._mask
+        if mask >> priority > 1:
             ahead += sum(len(other) for at, other in self._buckets.items() if at > priority)
-        bucket.fresh.append(message)
-        self._mask |= 1 << priority
+        fresh.append(entry)
+        if not mask >> priority & 1:
+            self._mask = mask | 1 << priority
         return ahead
 
     def put_back(self, message: Stored) -> None:
         """Return a message that was delivered before to its place: by its sequence."""
-        priority = message.priority
-        bucket = self._buckets.get(priority)
-        if bucket is None:  # purged while the message was held
-            bucket = self._buckets[priority] = _Bucket()
+        bucket = self._bucket(message.priority)
         heappush(bucket.returned, (message.sequence, message))
-        self._mask |= 1 << priority
+        self._mask |= 1 << message.priority
+
+    def _bucket(self, priority: int) -> _Bucket:
+        bucket = self._buckets.get(priority)
+        if bucket is None:
+            bucket = self._buckets[priority] = _Bucket(priority)
+        return bucket
 
     def pop(self) -> Stored | None:
         """Take the next message."""
@@ -141,11 +181,13 @@ class ReadyBuckets:
             top = self._mask.bit_length() - 1
             bucket = self._buckets[top]
             fresh, returned = bucket.fresh, bucket.returned
-            message = heappop(returned)[1] if returned else fresh.popleft()
+            entry = heappop(returned)[1] if returned else fresh.popleft()
             if not fresh and not returned:
                 self._mask ^= 1 << top
-            if message.state == READY:
-                return message
+            if isinstance(entry, tuple):
+                return Stored(entry, top)
+            if entry.state == READY:
+                return entry
             bucket.stale -= 1
         return None
 
@@ -158,26 +200,66 @@ class ReadyBuckets:
         bucket.stale += 1
         if bucket.stale > COMPACT_ABOVE and bucket.stale > len(bucket):
             bucket.compact()
-            if not bucket.fresh and not bucket.returned:
-                self._mask &= ~(1 << message.priority)
+            self._unmask(bucket)
 
-    def oldest(self) -> Stored | None:
-        """The message that has been ready longest; at equal times that of lowest priority."""
-        heads: list[Stored] = []
+    def _unmask(self, bucket: _Bucket) -> None:
+        if not bucket.fresh and not bucket.returned:
+            self._mask &= ~(1 << bucket.priority)
+
+    def oldest_since(self) -> float | None:
+        """When the message that has been ready longest became so."""
+        oldest = self._oldest()
+        return None if oldest is None else oldest[0]
+
+    def pop_oldest(self) -> Stored | None:
+        """Take the message that has been ready longest; at equal times that of lowest priority."""
+        oldest = self._oldest()
+        if oldest is None:
+            return None
+        bucket = oldest[1]
+        entry = heappop(bucket.returned)[1] if bucket.returned else bucket.fresh.popleft()
+        self._unmask(bucket)
+        return Stored(entry, bucket.priority) if isinstance(entry, tuple) else entry
+
+    def _oldest(self) -> tuple[float, _Bucket] | None:
+        heads: list[tuple[float, _Bucket]] = []
         for priority in sorted(self._buckets):
-            head = self._buckets[priority].head()
-            if head is not None:
-                heads.append(head)
+            bucket = self._buckets[priority]
+            head = bucket.head()
+            if head is None:
+                self._unmask(bucket)
             else:
-                self._mask &= ~(1 << priority)
-        return min(heads, key=lambda head: head.since, default=None)
+                heads.append((head[3] if isinstance(head, tuple) else head.since, bucket))
+        return min(heads, key=lambda head: head[0], default=None)
 
-    def clear(self) -> None:
-        """Forget every message."""
+    def take(self, wanted: Counter[str]) -> list[Stored]:
+        """Take out messages of these ids, as many of each, and count them down in ``wanted``."""
+        found: list[Stored] = []
+        for priority in sorted(self._buckets, reverse=True):
+            bucket = self._buckets[priority]
+            kept: list[Waiting] = []
+            before = len(found)
+            for entry in bucket:
+                id = entry[0] if isinstance(entry, tuple) else entry.id
+                if wanted[id] > 0:
+                    wanted[id] -= 1
+                    found.append(Stored(entry, priority) if isinstance(entry, tuple) else entry)
+                else:
+                    kept.append(entry)
+            if len(found) > before:
+                bucket.keep(kept)
+                self._unmask(bucket)
+        return found
+
+    def clear(self) -> list[Waiting]:
+        """Forget every message; return what was there."""
+        entries = [entry for bucket in self._buckets.values() for entry in bucket]
         self._buckets.clear()
         self._mask = 0
+        return entries
 
     def __iter__(self) -> Iterator[Stored]:
-        """Every message in order of delivery."""
+        """Every message in order of delivery; of a fresh one, a copy."""
         for priority in sorted(self._buckets, reverse=True):
-            yield from self._buckets[priority]
+            for entry in self._buckets[priority]:
+                yield Stored(entry, priority) if isinstance(entry, tuple) else entry

@@ -55,7 +55,13 @@ class Tail:
         self._synced = 0
         self._marked = 0
         self.number = number  # of the active segment, or of the last one
+        self.full_now = False  # asked for by ``Log.rotate``
         self.broken: OSError | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written to the active segment."""
+        return self._sealed or self._offset <= HEADER_SIZE
 
     def resume(self, header: Header, fd: int, offset: int) -> None:
         """Go on in a segment whose ``offset`` bytes are on disk."""
@@ -67,7 +73,7 @@ class Tail:
     @property
     def full(self) -> bool:
         """Whether the next write begins another segment."""
-        return self._sealed or self._offset >= self._segment_bytes
+        return self._sealed or self.full_now or self._offset >= self._segment_bytes
 
     def write(self, batches: Iterable[Sequence[bytes]]) -> list[Position]:
         """Hand batches to the operating system; return the place of each one's first record.
@@ -154,6 +160,7 @@ class Tail:
         if self._fd is not None:
             self._disk.close_file(self._fd)
         self.resume(header, fd, HEADER_SIZE)
+        self.full_now = False
         try:
             self._disk.sync_directory()
         except OSError as error:

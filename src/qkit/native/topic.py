@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 
 from qkit.backend import QueueStats
@@ -16,13 +18,18 @@ __all__ = ["Topic"]
 class Topic:
     """Groups, each an actor of its own, that share the bodies of their messages."""
 
-    __slots__ = ("_new_group", "config", "groups", "name")
+    __slots__ = ("_new_group", "config", "groups", "name", "number")
 
     def __init__(
-        self, name: str, config: QueueConfig, new_group: Callable[[Topic, str], QueueActor]
+        self,
+        name: str,
+        config: QueueConfig,
+        new_group: Callable[[Topic, str], QueueActor],
+        number: int = 0,
     ) -> None:
         self.name = name
         self.config = config
+        self.number = number  # in the log of a durable engine
         self.groups: dict[str, QueueActor] = {}
         self._new_group = new_group
 
@@ -55,16 +62,28 @@ class Topic:
         Either every group takes its copy or none does: a group that is full holds the topic up,
         because a send that some groups never see was not accepted.
         """
-        if headers is not None and GROUP in headers:
-            # A replayed dead letter. The group is made if need be: the letter will be deleted.
-            actors = [self.group(headers[GROUP])]
-            headers = {name: value for name, value in headers.items() if name != GROUP}
-        else:
-            actors = list(self.groups.values())
+        actors, headers = self.targets(headers)
         for actor in actors:
             actor.state.check(id, priority)
         for actor in actors:
             actor.put(now, id, body, headers, key, priority, due, expires)
+
+    def targets(
+        self, headers: dict[str, str] | None
+    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+        """Who gets a message with these headers, and with which ones."""
+        if headers is None or GROUP not in headers:
+            return list(self.groups.values()), headers
+        # A replayed dead letter. The group is made if need be: the letter will be deleted.
+        rest = {name: value for name, value in headers.items() if name != GROUP}
+        return [self.group(headers[GROUP])], rest
+
+    async def room(self, timeout: float | None) -> None:
+        """Wait until no group is full, or for ``timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while full := [actor for actor in self.groups.values() if actor.state.full]:
+                    await full[0].room(None)
 
     @property
     def backlog(self) -> int:

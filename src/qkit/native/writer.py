@@ -14,42 +14,38 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
-from qkit.errors import LifecycleError
-from qkit.native.disk import StorageError
+from qkit.errors import LifecycleError, ReadOnly, StorageError
 from qkit.native.tail import Position, Tail
 
-__all__ = ["Fsync", "ReadOnly", "Writer"]
+__all__ = ["Done", "Fsync", "Writer", "read_only"]
+
+RETRY: Final = 0.2  # seconds between attempts to write what is owed to a full disk
 
 Fsync = Literal["always", "interval", "never"]
-# Contents, who waits for them, and whether for the sync or only for the write. A plain tuple:
-# there is one for each message.
-_Batch = tuple[Sequence[bytes], "asyncio.Future[Position] | None", bool]
+# Called in the loop with the place of a batch's first record, or with the error.
+Done = Callable[["Position | None", "StorageError | None"], None]
+# Contents, whom to tell, and whether they must be written in the end: what they tell has happened
+# in memory already, so a full disk only puts them off. A plain tuple: one for each message.
+_Batch = tuple[Sequence[bytes], "Done | None", bool]
 
 
-class ReadOnly(StorageError):
-    """A sync failed, so it is not known what is on the disk: the log takes nothing more.
-
-    What was confirmed before is safe. Look after the disk, then close the log and open it again.
-    """
-
-    @classmethod
-    def since(cls, error: OSError, operation: str) -> ReadOnly:
-        """The refusal after ``error``."""
-        return cls(
-            f"the log is read-only since the disk failed ({error}): look after the disk, then "
-            "close and reopen it",
-            backend="native",
-            operation=operation,
-            cause=error,
-        )
+def read_only(error: OSError, operation: str) -> ReadOnly:
+    """The refusal after a sync failed with ``error``."""
+    return ReadOnly(
+        f"the log is read-only since the disk failed ({error}): look after the disk, then "
+        "close and reopen it",
+        backend="native",
+        operation=operation,
+        cause=error,
+    )
 
 
 class _Group(NamedTuple):
     batches: list[_Batch]
     sync: bool  # somebody waits for the sync
-    early: bool  # somebody waits for the write alone
+    written: list[asyncio.Future[None]]  # of those who wait for the write alone
 
 
 class _Outcome(NamedTuple):
@@ -68,18 +64,20 @@ class Writer:
         *,
         fsync: Fsync = "always",
         interval: float = 1.0,
-        on_lost: Callable[[StorageError, Sequence[bytes]], None] | None = None,
+        inline: bool = False,
     ) -> None:
         self._tail = tail
         self._loop = loop
         self._fsync = fsync
         self._interval = interval
-        self._on_lost = on_lost
         # Without syncs the loop writes by itself, which spares two switches of threads for each
-        # group; only a rotation, which does sync, is left to the thread.
-        self._inline = fsync == "never"
+        # group; only a rotation, which does sync, is left to the thread. ``inline`` wants it so
+        # whatever it costs: virtual time knows nothing of threads.
+        self._always_inline = inline
+        self._inline = inline or fsync == "never"
         self._pending: list[_Batch] = []
-        self._pending_sync = self._pending_early = False
+        self._pending_sync = False
+        self._pending_written: list[asyncio.Future[None]] = []
         self._busy = False  # a group is on its way, or about to leave
         self._closed = False
         self._sync_at = float("inf")
@@ -87,34 +85,39 @@ class Writer:
         self._finished: asyncio.Future[OSError | None] = loop.create_future()
         self._thread = threading.Thread(target=self._run, name="qkit-log-writer", daemon=True)
         self.groups = 0  # written so far
-        self.lost = 0  # records that nobody waited for and that could not be written
+        self.owed = 0  # records that a full disk put off
         self._thread.start()
 
     # In the loop's thread
 
-    def append(self, contents: Sequence[bytes], sync: bool) -> asyncio.Future[Position]:
-        """Add a batch; see ``Log.append``."""
+    def append(self, contents: Sequence[bytes], done: Done) -> None:
+        """Add a batch, confirmed when it is as safe as the policy says; see ``Log.append``."""
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
-        future: asyncio.Future[Position] = self._loop.create_future()
-        self._pending.append((contents, future, sync))
-        if sync:
-            self._pending_sync = True
-        else:
-            self._pending_early = True
+        self._pending.append((contents, done, False))
+        self._pending_sync = True
         if not self._busy:
             self._busy = True
             self._loop.call_soon(self._send)
-        return future
 
-    def append_nowait(self, contents: Sequence[bytes]) -> None:
-        """Add a batch that nobody waits for; see ``Log.append_nowait``."""
+    def append_nowait(self, contents: Sequence[bytes], done: Done | None = None) -> None:
+        """Add a batch that will be written in the end; see ``Log.append_nowait``."""
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
-        self._pending.append((contents, None, False))
+        self._pending.append((contents, done, True))
         if not self._busy:
             self._busy = True
             self._loop.call_soon(self._send)
+
+    def written(self) -> asyncio.Future[None] | None:
+        """What comes true when everything added so far is written; ``None`` if it is."""
+        if self._tail.broken is not None or self._closed:
+            raise self._refusal()
+        if not self._pending:
+            return None
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._pending_written.append(future)
+        return future
 
     def _refusal(self) -> Exception:
         if self._closed:
@@ -126,53 +129,64 @@ class Writer:
             self._busy = False
             return
         group = self._take()
-        if self._inline and not self._tail.full:
-            outcome = self._write_run(group)
-            rest = group.batches[len(outcome.batches) :]
+        if self._inline and (self._always_inline or not self._tail.full):
+            outcomes = self._write_group(group, one_run=not self._always_inline)
+            rest = group.batches[sum(len(outcome.batches) for outcome in outcomes) :]
             if not rest:
                 self.groups += 1
-                self._answer([outcome])
+                self._answer(group, outcomes)
                 return
-            self._resolve([outcome])
+            self._resolve(outcomes)
             group = group._replace(batches=rest)
         self._queue.put(group)
 
     def _take(self) -> _Group:
-        group = _Group(self._pending, self._pending_sync, self._pending_early)
-        self._pending, self._pending_sync, self._pending_early = [], False, False
+        group = _Group(self._pending, self._pending_sync, self._pending_written)
+        self._pending, self._pending_sync, self._pending_written = [], False, []
+        self.owed = 0
         return group
 
-    def _answer(self, outcomes: list[_Outcome]) -> None:
-        self._resolve(outcomes)
-        # Behind those whom it wakes, so that their next batches go along.
-        self._loop.call_soon(self._send)
+    def _answer(self, group: _Group, outcomes: list[_Outcome]) -> None:
+        error = self._resolve(outcomes)
+        _settle(group.written, error)
+        if self.owed and not self._pending_sync:
+            # Only what the disk refused a moment ago: give it time to find some space.
+            self._busy = False
+            self._loop.call_later(RETRY, self._retry)
+        else:
+            # Behind those whom this wakes, so that their next batches go along.
+            self._loop.call_soon(self._send)
 
-    def _resolve(self, outcomes: list[_Outcome]) -> None:
+    def _retry(self) -> None:
+        if not self._busy:
+            self._busy = True
+            self._send()
+
+    def _resolve(self, outcomes: list[_Outcome]) -> StorageError | None:
+        failure: StorageError | None = None
         for batches, positions, error in outcomes:
             if error is None:
-                for (_, future, _), position in zip(batches, positions, strict=True):
-                    if future is not None and not future.done():
-                        future.set_result(position)
+                for (_, done, _), position in zip(batches, positions, strict=True):
+                    if done is not None:
+                        done(position, None)
             else:
-                self._answer_failed(batches, error)
+                failure = self._answer_failed(batches, error)
+        return failure
 
-    def _answer_failed(self, batches: list[_Batch], error: OSError) -> None:
-        for contents, future, _ in batches:
-            if future is None:
-                self.lost += len(contents)
-                if self._on_lost is not None:
-                    self._on_lost(self._error(error), contents)
-            elif not future.done():
-                future.set_exception(self._error(error))
-
-    def _answer_written(self, batches: list[_Batch], positions: list[Position]) -> None:
-        for (_, future, sync), position in zip(batches, positions, strict=True):
-            if future is not None and not sync and not future.done():
-                future.set_result(position)
+    def _answer_failed(self, batches: list[_Batch], error: OSError) -> StorageError:
+        failure = self._error(error)
+        owed = [batch for batch in batches if batch[2]] if self._tail.broken is None else []
+        # In front of what came later, so that the log tells things in the order they happened.
+        self._pending[:0] = owed
+        self.owed += sum(len(batch[0]) for batch in owed)
+        for _, done, must in batches:
+            if done is not None and not (must and owed):
+                done(None, failure)
+        return failure
 
     def _error(self, error: OSError | None) -> StorageError:
         if self._tail.broken is not None:
-            return ReadOnly.since(self._tail.broken, "append")
+            return read_only(self._tail.broken, "append")
         return StorageError(
             f"nothing was stored, the disk refused it ({error}): free some space and try again",
             backend="native",
@@ -204,7 +218,7 @@ class Writer:
         try:
             while (group := self._next()) is not None:
                 self.groups += 1
-                self._call(self._answer, self._write_group(group))
+                self._call(self._answer, group, self._write_group(group))
             self._tail.close(sync=self._fsync != "never")
         except OSError as failure:
             error = failure
@@ -235,11 +249,13 @@ class Writer:
         if self._tail.broken is None:
             self._tail.sync()
 
-    def _write_group(self, group: _Group) -> list[_Outcome]:
+    def _write_group(self, group: _Group, *, one_run: bool = False) -> list[_Outcome]:
         outcomes: list[_Outcome] = []
         while group.batches:
             outcome = self._write_run(group)
             outcomes.append(outcome)
+            if one_run:
+                break
             group = group._replace(batches=group.batches[len(outcome.batches) :])
         return outcomes
 
@@ -268,8 +284,8 @@ class Writer:
             if self._fsync != "never" and self._sync_at == float("inf"):
                 self._sync_at = time.monotonic() + self._interval
             return None
-        if group.early:
-            self._call(self._answer_written, run, positions)
+        if group.written and len(run) == len(group.batches):
+            self._call(_settle, group.written, None)
         try:
             self._tail.sync()
         except OSError as error:
@@ -277,3 +293,14 @@ class Writer:
             return error
         self._sync_at = float("inf")
         return None
+
+
+def _settle(futures: list[asyncio.Future[None]], error: StorageError | None) -> None:
+    for future in futures:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+            future.exception()  # perhaps nobody waits any more, and then it need not be shown

@@ -1,0 +1,104 @@
+"""The consumers that were registered with a queue by name, and how much each may hold."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from qkit.errors import ConfigError, ConsumerNotFound
+
+__all__ = ["DEFAULT_PREFETCH", "MAX_PREFETCH", "Consumer", "Consumers"]
+
+DEFAULT_PREFETCH = 10
+MAX_PREFETCH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """A consumer of a queue as it is listed: how much it may hold, and holds."""
+
+    consumer: str
+    prefetch: int
+    in_flight: int
+    group: str | None = None
+
+
+class Consumers:
+    """The registered consumers of one queue; one that holds all it may waits here."""
+
+    __slots__ = ("_busy", "_prefetch", "_queue", "_waiting")
+
+    def __init__(self, queue: str, busy: Callable[[str], int]) -> None:
+        self._queue = queue
+        self._busy = busy
+        self._prefetch: dict[str, int] = {}
+        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+
+    def __contains__(self, consumer: str) -> bool:
+        return consumer in self._prefetch
+
+    def register(self, consumer: str, prefetch: int) -> bool:
+        """Add a consumer, or change its limit; whether it is new."""
+        if not 1 <= prefetch <= MAX_PREFETCH:
+            raise ConfigError(
+                f"prefetch is 1–{MAX_PREFETCH}, not {prefetch!r}",
+                backend="native",
+                operation="register",
+                queue=self._queue,
+            )
+        new = consumer not in self._prefetch
+        self._prefetch[consumer] = prefetch
+        self.freed()
+        return new
+
+    def unregister(self, consumer: str) -> None:
+        """Remove a consumer; whoever waits in its name is told."""
+        self.prefetch(consumer, "unregister")
+        del self._prefetch[consumer]
+        self.freed()
+
+    def prefetch(self, consumer: str, operation: str) -> int:
+        """How much a consumer may hold, or ``ConsumerNotFound``."""
+        found = self._prefetch.get(consumer)
+        if found is None:
+            raise ConsumerNotFound(
+                f"no consumer {consumer!r} of this queue: register it first",
+                backend="native",
+                operation=operation,
+                queue=self._queue,
+            )
+        return found
+
+    def room(self, consumer: str) -> bool:
+        """Whether a consumer may take another message; ``ConsumerNotFound``."""
+        return self._busy(consumer) < self.prefetch(consumer, "consume")
+
+    def listed(self, group: str | None) -> list[Consumer]:
+        """Every consumer with its figures."""
+        return [
+            Consumer(consumer=name, prefetch=limit, in_flight=self._busy(name), group=group)
+            for name, limit in self._prefetch.items()
+        ]
+
+    async def wait(self, consumer: str) -> None:
+        """Wait until a consumer may take another message or is not registered any more."""
+        entry = consumer, asyncio.get_running_loop().create_future()
+        self._waiting.append(entry)
+        try:
+            await entry[1]
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def freed(self) -> None:
+        """Messages were settled: let those look who have room now."""
+        for name, waiter in self._waiting:
+            if not waiter.done() and (name not in self._prefetch or self.room(name)):
+                waiter.set_result(None)
+
+    def close(self) -> None:
+        """Let everyone go who waits."""
+        for _, waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -1,0 +1,310 @@
+"""What a durable engine writes: the records of what happens, and the place of each message.
+
+A message exists once its record is as safe as the policy says; only then does a queue get it. All
+else happens in memory first and is written in the order in which it happened: ``written`` is what
+a caller awaits who must know that a crash of the process cannot undo it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from qkit.clock import Clock
+from qkit.errors import LogDamaged, QueueError, StorageError
+from qkit.native.encode import (
+    encode_ack,
+    encode_bury,
+    encode_claim,
+    encode_declare,
+    encode_delete,
+    encode_fanout,
+    encode_publish,
+    encode_release,
+    encode_remove,
+)
+from qkit.native.log import Log, positions
+from qkit.native.record import Bury, Fanout, Publish, decode
+from qkit.native.replay import Replay
+from qkit.native.stored import Stored, Waiting
+from qkit.native.tail import Position
+from qkit.native.writer import Done
+
+if TYPE_CHECKING:
+    from qkit.native.durable import DurableActor
+
+__all__ = ["Arrival", "Journal"]
+
+MANY: Final = 10_000  # messages in one record of a purge
+
+
+class Arrival(NamedTuple):
+    """A message on its way to the disk; times are monotonic."""
+
+    id: str
+    body: bytes
+    headers: dict[str, str] | None
+    key: str | None
+    priority: int | None
+    due: float | None
+    expires: float | None
+    actors: Sequence[DurableActor]  # the queue, or the groups of a topic, that will get it
+
+
+class _Batch:
+    """Arrivals that were appended together, and the sender that waits for them."""
+
+    __slots__ = ("_arrivals", "_contents", "_first", "_future", "_journal")
+
+    def __init__(
+        self,
+        journal: Journal,
+        arrivals: Sequence[Arrival],
+        contents: list[bytes],
+        first: int,
+        future: asyncio.Future[list[int | None]],
+    ) -> None:
+        self._journal = journal
+        self._arrivals = arrivals
+        self._contents = contents
+        self._first = first  # the number of the first message
+        self._future = future
+
+    def done(self, position: Position | None, error: StorageError | None) -> None:
+        """Told by the log: hand the messages to their queues, also if the sender is gone."""
+        if position is None:
+            for arrival in self._arrivals:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+            if not self._future.done() and error is not None:
+                self._future.set_exception(error)
+            return
+        journal = self._journal
+        now = journal.clock.monotonic()
+        contents = self._contents
+        places = [position] if len(contents) == 1 else positions(position, contents)
+        seq, at, answers = self._first, 0, list[int | None]()
+        for arrival in self._arrivals:
+            ahead: int | None = None
+            if arrival.actors:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+                    journal.index.add(seq, places[at])
+                    ahead = actor.admit(now, arrival, seq)
+                    seq += 1
+                at += 1
+            answers.append(ahead if len(arrival.actors) == 1 else None)
+        if not self._future.done():
+            self._future.set_result(answers)
+
+
+class Journal:
+    """The log of one engine, with the numbers of its queues and messages."""
+
+    def __init__(self, log: Log, clock: Clock, replay: Replay) -> None:
+        self.log = log
+        self.clock = clock
+        self.index = replay.index
+        self.next_seq = replay.last_seq + 1
+        self.held = replay.held  # bytes of bodies in memory
+        self._limit = replay.limit
+        self._next_queue = replay.last_queue + 1
+
+    # Messages arrive
+
+    def publish(self, arrivals: Sequence[Arrival]) -> asyncio.Future[list[int | None]]:
+        """Write messages, then hand them to their queues; the answer is their positions.
+
+        Every place in a queue must have been reserved; it is given back here.
+        """
+        future: asyncio.Future[list[int | None]] = asyncio.get_running_loop().create_future()
+        offset = self.clock.time() - self.clock.monotonic()
+        first = self.next_seq
+        contents: list[bytes] = []
+        try:
+            for arrival in arrivals:
+                if arrival.actors:
+                    contents.append(self._encode(arrival, offset))
+            if not contents:  # a topic without groups: nobody will ever read it
+                future.set_result([None] * len(arrivals))
+                return future
+            batch = _Batch(self, arrivals, contents, first, future)
+            self.log.append_then(contents, batch.done)
+        except BaseException:
+            self.next_seq = first
+            for arrival in arrivals:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+            raise
+        return future
+
+    def _encode(self, arrival: Arrival, offset: float) -> bytes:
+        id, body, headers, key, priority, due, expires, actors = arrival
+        seq = self.next_seq
+        content = encode_publish(
+            actors[0].number,
+            seq,
+            id,
+            body,
+            priority=actors[0].state.priority(priority),
+            at=self.clock.time(),
+            due=0.0 if due is None else due + offset,
+            expires=0.0 if expires is None else expires + offset,
+            key=key,
+            headers=headers,
+        )
+        self.next_seq = seq + len(actors)
+        if len(actors) > 1:
+            targets = [(actor.number, seq + at) for at, actor in enumerate(actors)]
+            content = encode_fanout(targets, content)
+        return content
+
+    def keep(self, body: bytes) -> bytes | None:
+        """The body if there is room for it in memory, else ``None``: it stays on the disk."""
+        if self.held + len(body) > self._limit:
+            return None
+        self.held += len(body)
+        return body
+
+    # Queues
+
+    def declare(
+        self,
+        name: str,
+        group: str | None,
+        config: dict[str, object],
+        number: int | None = None,
+    ) -> int:
+        """A queue exists, or (with its number) has other limits; return its number."""
+        if number is None:
+            number = self._next_queue
+            self._next_queue += 1
+        self._note(encode_declare(number, name, group, config))
+        return number
+
+    def delete(self, number: int, messages: Iterable[Stored]) -> None:
+        """A queue and all that was in it are gone."""
+        self._note(encode_delete(number))
+        self._forget(messages)
+
+    # What happens to messages
+
+    def claim(self, number: int, messages: Sequence[Stored]) -> None:
+        """Messages were handed out."""
+        seqs = [message.seq for message in messages]
+        self._note(encode_claim(number, seqs, [message.attempt for message in messages]))
+
+    def ack(self, number: int, message: Stored) -> None:
+        """The work on a message is done."""
+        self._note(encode_ack(number, (message.seq,)))
+        self.index.forget(message.seq)
+        if message.body is not None:
+            self.held -= len(message.body)
+
+    def release(
+        self, number: int, message: Stored, due: float | None, headers: dict[str, str] | None
+    ) -> None:
+        """A message was given back; ``due`` is monotonic."""
+        wall = 0.0 if due is None else due + self.clock.time() - self.clock.monotonic()
+        self._note(encode_release(number, message.seq, message.attempt, wall, headers))
+        if self.held > self._limit and message.body is not None:
+            self.held -= len(message.body)
+            message.body = None
+
+    def bury(
+        self,
+        number: int,
+        message: Stored,
+        target: int,
+        id: str,
+        body: bytes,
+        headers: dict[str, str],
+        key: str | None,
+        priority: int,
+    ) -> int:
+        """A message died and its letter enters the queue ``target``; return the letter's number."""
+        seq = self.next_seq
+        letter = encode_publish(
+            target, seq, id, body, priority=priority, at=self.clock.time(), key=key, headers=headers
+        )
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            if position is not None:
+                self.index.add(seq, position)
+
+        self._note(encode_bury(number, message.seq, letter), done)
+        self.next_seq = seq + 1
+        self.held += len(body)
+        self._forget((message,))
+        return seq
+
+    def remove(self, number: int, entries: Sequence[Waiting]) -> None:
+        """Messages were purged, dropped or removed."""
+        for start in range(0, len(entries), MANY):
+            some = entries[start : start + MANY]
+            self._note(encode_remove(number, [_seq_of(entry) for entry in some]))
+        self._forget(entries)
+
+    def _forget(self, entries: Iterable[Waiting]) -> None:
+        for entry in entries:
+            self.index.forget(_seq_of(entry))
+            body = entry[1] if isinstance(entry, tuple) else entry.body
+            if body is not None:
+                self.held -= len(body)
+
+    def _note(self, content: bytes, done: Done | None = None) -> None:
+        """Write what has happened. A log that is read-only keeps what it told before.
+
+        Time goes on there too (leases end, messages expire), and nobody could be told of an
+        error; whoever waits for ``written`` is.
+        """
+        if not self.log.read_only:
+            self.log.append_nowait((content,), done)
+
+    def written(self) -> asyncio.Future[None] | None:
+        """What to await until a crash of this process cannot undo what happened so far."""
+        return self.log.written()
+
+    # Reading back
+
+    def load(self, messages: Iterable[Stored]) -> list[tuple[Stored, bytes]]:
+        """The bodies of these messages, from the disk. Blocking, for any thread.
+
+        One that cannot be read any more is left out and reported by ``lost``.
+        """
+        found: list[tuple[Stored, bytes]] = []
+        for message in messages:
+            body = self.body(message)
+            if body is not None:
+                found.append((message, body))
+        return found
+
+    def body(self, message: Stored) -> bytes | None:
+        """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
+        if message.body is not None:
+            return message.body
+        for _ in range(3):  # it may have been moved by compaction between look-up and reading
+            place = self.index.place(message.seq)
+            if place is None:
+                break
+            try:
+                return _body_in(self.log.read(*place))
+            except (LogDamaged, StorageError, OSError, QueueError):
+                if self.index.place(message.seq) == place:
+                    break
+        return None
+
+
+def _seq_of(entry: Waiting) -> int:
+    return entry[4] if isinstance(entry, tuple) else entry.seq
+
+
+def _body_in(content: bytes) -> bytes:
+    record = decode(content)
+    if isinstance(record, Fanout):
+        return record.message.body
+    if isinstance(record, Bury):
+        return record.letter.body
+    assert isinstance(record, Publish)
+    return record.body

@@ -1,0 +1,23 @@
+"""The native engine in a directory keeps the contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest_asyncio
+
+from qkit.backends.native import NativeBackend
+from qkit.clock import Clock
+from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.native import Engine
+
+
+class TestNativeDurable(Conformance):
+    column = MATRIX["native-durable"]
+    virtual_time = True
+
+    @pytest_asyncio.fixture
+    async def new_backend(self, clock: Clock, tmp_path: Path) -> AsyncGenerator[NewBackend, None]:
+        async with await Engine.open(tmp_path / "data", clock=clock) as engine:
+            yield lambda: NativeBackend(engine=engine)
