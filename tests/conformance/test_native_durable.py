@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest_asyncio
 
@@ -18,6 +18,7 @@ class TestNativeDurable(Conformance):
     virtual_time = True
 
     @pytest_asyncio.fixture
-    async def new_backend(self, clock: Clock, tmp_path: Path) -> AsyncGenerator[NewBackend, None]:
-        async with await Engine.open(tmp_path / "data", clock=clock) as engine:
-            yield lambda: NativeBackend(engine=engine)
+    async def new_backend(self, clock: Clock) -> AsyncGenerator[NewBackend, None]:
+        with TemporaryDirectory() as path:
+            async with await Engine.open(path, clock=clock) as engine:
+                yield lambda: NativeBackend(engine=engine)

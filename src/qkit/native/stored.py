@@ -127,11 +127,13 @@ class _Bucket:
 
     def keep(self, entries: list[Waiting]) -> None:
         """Hold these only; they are in order."""
-        self.returned = [
-            (e.sequence, e) for e in entries if not isinstance(e, tuple) and e.sequence
-        ]
+        self.returned, self.fresh = [], deque()
+        for entry in entries:
+            if isinstance(entry, tuple) or not entry.sequence:
+                self.fresh.append(entry)
+            else:
+                self.returned.append((entry.sequence, entry))
         heapify(self.returned)
-        self.fresh = deque(e for e in entries if isinstance(e, tuple) or not e.sequence)
         self.stale = 0
 
 
