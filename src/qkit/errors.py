@@ -264,10 +264,11 @@ class Damage:
 
     ``torn``: the end of the log, of a write that a crash cut short; it was cut off. ``unsynced``:
     a hole among the last writes, none of which was confirmed; it was closed. ``header``: one of the
-    two copies, restored from the other. ``damaged``: records that had been stored are lost.
+    two copies, restored from the other. ``snapshot``: not whole, and not needed. ``damaged``:
+    records that had been stored are lost.
     """
 
-    kind: Literal["torn", "unsynced", "header", "damaged"]
+    kind: Literal["torn", "unsynced", "header", "snapshot", "damaged"]
     segment: int
     offset: int
     length: int

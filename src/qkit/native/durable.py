@@ -12,6 +12,7 @@ from qkit.message import Envelope
 from qkit.native.actor import Manager, QueueActor
 from qkit.native.config import QueueConfig
 from qkit.native.journal import Arrival, Journal
+from qkit.native.record import Publish
 from qkit.native.replay import Recovered
 from qkit.native.stored import Stored, Waiting
 
@@ -62,6 +63,14 @@ class DurableActor(QueueActor):
         limit = self.config.max_deliveries
         if message.held and stored is not None and limit is not None and stored.attempt >= limit:
             self.state.condemn(stored)  # it may be what ended the engine
+
+    def take_in(self, seq: int, message: Publish) -> None:
+        """Add a message of a bulk file; a queue's limits do not hold for these."""
+        recovered = Recovered(message, self.number, seq, self.journal.keep(message.body))
+        recovered.at = message.at or self._clock.time()
+        recovered.priority = min(message.priority, self.config.max_priority)
+        self.state.published += 1
+        self.restore(recovered)
 
     def resume(self) -> None:
         """Every message was taken back: do what is due."""

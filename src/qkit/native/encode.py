@@ -37,8 +37,11 @@ from qkit.native.record import (
     REMOVE,
     REPLACED,
     TAKE,
+    TAKEN,
     TAKING,
     TARGETS,
+    WHOSE,
+    WHOSE_AT,
     RecordError,
 )
 
@@ -54,6 +57,7 @@ __all__ = [
     "encode_release",
     "encode_remove",
     "encode_take",
+    "renumbered",
 ]
 
 _pack_publish: Final = MESSAGE.pack
@@ -164,6 +168,19 @@ def encode_fanout(targets: Sequence[tuple[int, int]], publish: bytes) -> bytes:
     return _sized(head + _packed(struct.Struct("<" + "IQ" * len(targets)).pack, *flat) + publish)
 
 
+def renumbered(publish: bytes, targets: Sequence[tuple[int, int]]) -> bytes:
+    """The content of a message as one for these (queue, seq) targets, one or several.
+
+    >>> from qkit.native.record import decode
+    >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
+    7
+    """
+    content = bytearray(publish)
+    WHOSE.pack_into(content, WHOSE_AT, *targets[0])
+    one = bytes(content)
+    return one if len(targets) == 1 else encode_fanout(targets, one)
+
+
 def encode_claim(queue: int, seqs: Sequence[int], attempts: Sequence[int]) -> bytes:
     """Messages were handed out.
 
@@ -215,9 +232,9 @@ def encode_take(name: str, first: int, last: int) -> bytes:
     return _packed(TAKING.pack, TAKE, first, last) + name.encode()
 
 
-def encode_inbox(name: str) -> bytes:
-    """A bulk file was taken in whole."""
-    return bytes((INBOX,)) + name.encode()
+def encode_inbox(name: str, first: int) -> bytes:
+    """A bulk file was taken in whole, by messages from ``first`` on."""
+    return _packed(TAKEN.pack, INBOX, first) + name.encode()
 
 
 def _packed(pack: Callable[..., bytes], *values: object) -> bytes:

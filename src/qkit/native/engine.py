@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -33,7 +32,9 @@ from qkit.native.config import Balance, QueueConfig
 from qkit.native.consumers import DEFAULT_PREFETCH, Consumer, Consumers
 from qkit.native.dead import Dead
 from qkit.native.delivery import Delivery
+from qkit.native.disk import Disk
 from qkit.native.durable import DurableActor
+from qkit.native.history import StatusChange
 from qkit.native.journal import Arrival, Journal
 from qkit.native.storage import Fsync, Storage
 from qkit.native.stored import Stored
@@ -100,7 +101,7 @@ class Engine:
         """
         engine = cls(clock=clock)
         storage = Storage(
-            Path(path),
+            Disk(path),
             clock=engine.clock,
             fsync=fsync,
             fsync_interval=fsync_interval,
@@ -143,10 +144,17 @@ class Engine:
                     actor.restore(message)
             for actor in actors.values():
                 actor.resume()
-            storage.start(self)
+            storage.start(self._numbers, self.take_inbox)
         except BaseException:
             await self.aclose()
             raise
+
+    def _numbers(self) -> set[int]:
+        """The numbers in the log of all queues, topics and groups that exist."""
+        topics = {item.number for item in self._channels.values() if isinstance(item, Topic)}
+        return topics | {
+            actor.number for actor in self._all_actors() if isinstance(actor, DurableActor)
+        }
 
     @property
     def running(self) -> bool:
@@ -455,6 +463,34 @@ class Engine:
                 found += actor.members.listed(actor.group)
             found += [entry() for entry in actor.subscribed]
         return found
+
+    async def take_inbox(self) -> int:
+        """Take in the bulk files that other processes published; return how many messages.
+
+        A running engine looks for them every second by itself. Queues that do not exist are
+        created. Raises ``LogDamaged`` for a file that is not whole.
+        """
+        taken = await self.storage.take_in(self._bulk_channel)
+        actors: set[DurableActor] = set()
+        for messages in taken.values():
+            for actor, seq, message in messages:
+                actor.take_in(seq, message)
+                actors.add(actor)
+        for actor in actors:
+            actor.resume()
+        return sum(map(len, taken.values()))
+
+    def _bulk_channel(self, name: str) -> QueueActor | Topic:
+        if name not in self._channels:
+            self.declare(name, QueueConfig(dead_letter=name + DEAD_LETTER_SUFFIX), insisted=())
+        return self._channels[name]
+
+    async def history(self, message_id: str) -> builtins.list[StatusChange]:
+        """What the log of a durable engine still tells of a message, oldest first.
+
+        Compaction takes out what is settled, in its own time. Raises ``Unsupported`` in memory.
+        """
+        return await self.storage.history(message_id)
 
     # Messages
 

@@ -8,7 +8,7 @@ a caller awaits who must know that a crash of the process cannot undo it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qkit.clock import Clock
@@ -20,9 +20,12 @@ from qkit.native.encode import (
     encode_declare,
     encode_delete,
     encode_fanout,
+    encode_inbox,
     encode_publish,
     encode_release,
     encode_remove,
+    encode_take,
+    renumbered,
 )
 from qkit.native.log import Log, positions
 from qkit.native.record import Bury, Fanout, Publish, decode
@@ -159,6 +162,59 @@ class Journal:
             targets = [(actor.number, seq + at) for at, actor in enumerate(actors)]
             content = encode_fanout(targets, content)
         return content
+
+    async def take_in(
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[DurableActor], bytes, Publish]]]
+    ) -> list[tuple[DurableActor, int, Publish]]:
+        """Write the messages of a bulk file: all of them count, or none if this does not return.
+
+        What is written piece by piece counts once the last record is on the disk.
+        """
+        arrived: list[tuple[DurableActor, int, Publish]] = []
+        begin = self.next_seq
+        try:
+            async for chunk in chunks:
+                arrived += await self._take_chunk(name, chunk)
+            await self.log.append([encode_inbox(name, begin)])
+        except BaseException:
+            for _, seq, _ in arrived:
+                self.index.forget(seq)
+            raise
+        return arrived
+
+    async def _take_chunk(
+        self, name: str, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
+    ) -> list[tuple[DurableActor, int, Publish]]:
+        first = self.next_seq
+        contents: list[bytes] = [b""]
+        arrived: list[tuple[DurableActor, int, Publish]] = []
+        for actors, content, message in chunk:
+            targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
+            self.next_seq += len(targets)
+            contents.append(renumbered(content, targets))
+            arrived += [
+                (actor, seq, message) for actor, (_, seq) in zip(actors, targets, strict=True)
+            ]
+        contents[0] = encode_take(name, first, self.next_seq - 1)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            # Not after an await: messages are entered in the order in which they were written.
+            if position is None:
+                if error is not None and not future.done():
+                    future.set_exception(error)
+                return
+            seq = first
+            for place, item in zip(positions(position, contents)[1:], chunk, strict=True):
+                for _ in item[0]:
+                    self.index.add(seq, place)
+                    seq += 1
+            if not future.done():
+                future.set_result(None)
+
+        self.log.append_then(contents, done)
+        await future
+        return arrived
 
     def keep(self, body: bytes) -> bytes | None:
         """The body if there is room for it in memory, else ``None``: it stays on the disk."""

@@ -98,6 +98,7 @@ class Log:
         self._tail: Tail | None = None
         self._writer: Writer | None = None
         self._readers: dict[int, tuple[int, Header, int]] = {}  # file, header and salt
+        self._pinned: set[int] = set()  # rewritten, but still read in their old form
         self._lock = threading.Lock()  # of ``_readers``: compaction works in another thread
         self._closed = False
 
@@ -136,6 +137,44 @@ class Log:
             raise
 
     # Starting
+
+    def generations(self) -> dict[int, int]:
+        """How often each segment was rewritten: places are valid for one generation only.
+
+        Blocking, before ``recover`` as well. Raises ``LogVersion``.
+        """
+        if self._tail is not None:
+            return {number: self.generation(number) for number, _ in self.segments()}
+        return {
+            number: header.generation
+            for number, header in self._recovery.inspect().items()
+            if header is not None
+        }
+
+    def generation(self, segment: int) -> int:
+        """The generation of one segment now."""
+        with self._lock:
+            return self._reader(segment)[1].generation
+
+    @property
+    def disk(self) -> Disk:
+        """The directory, for what is kept beside the segments."""
+        return self._disk
+
+    @property
+    def id(self) -> bytes:
+        """What tells this log from every other."""
+        return self._recovery.log_id
+
+    @property
+    def active(self) -> int:
+        """The segment that is being written."""
+        return self._active()
+
+    @property
+    def active_bytes(self) -> int:
+        """How much is in the segment that is being written."""
+        return 0 if self._tail is None else self._tail.size
 
     def recover(self, start: Position | None = None) -> Iterator[Entry]:
         """Every record from ``start`` on (a snapshot knows the rest); blocking, and only once.
@@ -283,7 +322,10 @@ class Log:
                 self._disk.close_file(fd)
                 raise damaged(f"the header of segment {segment} cannot be read")
             if len(self._readers) >= OPEN_FILES:
-                self._forget(next(iter(self._readers)))
+                for other in self._readers:
+                    if other not in self._pinned:
+                        self._forget(other)
+                        break
             found = self._readers[segment] = fd, header, header.salt
         return found
 
@@ -295,7 +337,7 @@ class Log:
     def segments(self) -> list[tuple[int, int]]:
         """Number and size of every segment that may be rewritten or removed, the oldest first.
 
-        The one that is being written is not among them.
+        The one that is being written is not among them. Blocking, for any thread.
         """
         active = self._active()
         numbers = sorted(
@@ -315,12 +357,12 @@ class Log:
         return self._tail.number
 
     def entries(self, segment: int) -> Iterator[Entry]:
-        """The records of a segment that is no longer written. Blocking, for any thread.
+        """The records of a segment; of the one being written, those written so far.
 
-        Raises ``LogDamaged`` if one of them is not as it was written.
+        Blocking, for any thread. Raises ``LogDamaged`` if one of them is not as it was written.
         """
-        self._check_sealed([segment])
-        return self._recovery.entries(segment)
+        growing = self._tail is not None and segment >= self._tail.number
+        return self._recovery.entries(segment, growing=growing)
 
     def remove(self, segments: Collection[int]) -> None:
         """Delete segments that hold nothing of use any more. Blocking, for any thread.
@@ -357,15 +399,21 @@ class Log:
         return Rewrite(segment, name, offsets)
 
     def install(self, rewrite: Rewrite) -> None:
-        """Put a rewritten segment in place, for good when this returns.
+        """Put a rewritten segment in place, for good when this returns. Blocking, for any thread.
 
-        Places in the old one are void: have the new ones taken over in the same turn of the loop.
-        Raises ``StorageError``.
+        ``read`` goes on in the old one until ``switch``. Raises ``StorageError``.
         """
         with self._lock, _tidying("install"):
-            self._forget(rewrite.number)
+            self._pinned.add(rewrite.number)
+            self._reader(rewrite.number)
             self._disk.rename(rewrite.name, name_of(rewrite.number))
         self._sync_directory("install")
+
+    def switch(self, segment: int) -> None:
+        """From now on places are those of the installed segment."""
+        with self._lock:
+            self._pinned.discard(segment)
+            self._forget(segment)
 
     def _sync_directory(self, operation: str) -> None:
         try:

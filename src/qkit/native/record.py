@@ -56,6 +56,8 @@ REPLACED: Final = 1  # RELEASE: headers follow, else they stay as they were
 GROUPED: Final = 1  # DECLARE: one group's share of a topic
 
 MESSAGE: Final = struct.Struct("<BBIQBdH")  # type, flags, queue, seq, priority, at, id bytes
+WHOSE: Final = struct.Struct("<IQ")  # its queue and seq
+WHOSE_AT: Final = 2
 MESSAGE_EXTRA: Final = struct.Struct("<ddIHI")  # due, expires, attempt, key bytes, header bytes
 DECLARATION: Final = struct.Struct("<BBIHH")  # type, flags, queue, name bytes, group bytes
 QUEUE: Final = struct.Struct("<BI")  # type, queue
@@ -63,6 +65,7 @@ ONE_SEQ: Final = struct.Struct("<BIQ")  # type, queue, seq
 ONE_CLAIM: Final = struct.Struct("<BIQI")  # type, queue, seq, attempt
 RELEASING: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
 TARGETS: Final = struct.Struct("<BH")  # type, targets
+TAKEN: Final = struct.Struct("<BQ")  # type, first seq
 TAKING: Final = struct.Struct("<BQQ")  # type, first seq, last seq
 
 
@@ -164,9 +167,13 @@ class Take(NamedTuple):
 
 
 class Inbox(NamedTuple):
-    """A bulk file was taken in whole and must not be taken in again."""
+    """A bulk file was taken in whole, by messages from ``first`` on; never again.
+
+    Those before are of an attempt that did not come to its end.
+    """
 
     name: str
+    first: int
 
 
 Record: TypeAlias = (
@@ -279,6 +286,6 @@ _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
     RELEASE: _decode_release,
     BURY: _decode_bury,
     REMOVE: lambda content: Remove(*_decode_seqs(content)),
-    INBOX: lambda content: Inbox(content[1:].decode()),
+    INBOX: lambda content: Inbox(content[TAKEN.size :].decode(), TAKEN.unpack_from(content)[1]),
     TAKE: _decode_take,
 }

@@ -49,14 +49,21 @@ class Recovery:
         self.segments: list[int] = []
         self.log_id = b""
         self._highest = 0
+        self._headers: dict[int, Header | None] | None = None
         self._active: tuple[Header, bytes, Scan] | None = None
 
-    def records(self, start: Position | None = None) -> Iterator[Entry]:
-        """Every record from ``start`` on, in the order in which they were written.
+    def inspect(self) -> dict[int, Header | None]:
+        """The header of every segment, ``None`` for one that is unreadable or another log's.
 
         Nothing is changed before every header has been found to be of this format.
         """
-        headers = self._headers()
+        if self._headers is None:
+            self._headers = self._read_headers()
+        return self._headers
+
+    def records(self, start: Position | None = None) -> Iterator[Entry]:
+        """Every record from ``start`` on, in the order in which they were written."""
+        headers = self.inspect()
         for number in list(self.segments):
             last = number == self.segments[-1]
             if start is not None and number < start[0] and not last:
@@ -70,20 +77,20 @@ class Recovery:
             if last:
                 self._active = loaded
 
-    def entries(self, number: int) -> Iterator[Entry]:
-        """The records of one complete segment, which must be whole."""
+    def entries(self, number: int, *, growing: bool = False) -> Iterator[Entry]:
+        """The records of one complete segment, which must be whole, or so far of a growing one."""
         data = self._read(number)
         header, _ = read_header(data, number)
         if header is None:
             raise damaged(f"the header of segment {number} cannot be read")
         found = scan(data, header.salt)
-        damage = self._judge(number, found, last=False)
+        damage = [] if growing else self._judge(number, found, last=False)
         if damage:
             places = "; ".join(map(str, damage))
             raise damaged(f"stored records cannot be read: {places}", damage)
         return _entries(number, data, found)
 
-    def _headers(self) -> dict[int, Header | None]:
+    def _read_headers(self) -> dict[int, Header | None]:
         names = self._disk.names()
         numbers = [found for found in map(number_of, names) if found is not None]
         self._highest = max((number for number, _ in numbers), default=0)

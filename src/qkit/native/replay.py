@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from qkit.native.index import Index
 from qkit.native.record import (
@@ -21,7 +21,7 @@ from qkit.native.record import (
 )
 from qkit.native.recovery import Entry
 
-__all__ = ["Recovered", "Replay"]
+__all__ = ["Recovered", "Replay", "messages_in"]
 
 
 class Recovered:
@@ -68,7 +68,7 @@ class Replay:
         self.index = Index()
         self.queues: dict[int, Declare] = {}
         self.messages: dict[int, Recovered] = {}
-        self.taken: dict[str, None] = {}  # bulk files, in order
+        self.taken: dict[str, int] = {}  # bulk files and the first message of each, in order
         self.held = 0  # bytes of bodies in memory
         self.last_queue = 0
         self.last_seq = 0
@@ -115,8 +115,46 @@ class Replay:
                     ranges = self._taking.setdefault(record.name, [])
                     ranges.append((record.first, record.last))
                 case Inbox():
-                    self.taken[record.name] = None
-                    self._taking.pop(record.name, None)
+                    self.taken[record.name] = record.first
+                    self._void(record.name, record.first)
+
+    def load(self, contents: Iterable[bytes]) -> None:
+        """Take over what a snapshot tells, of messages that are still in the log.
+
+        The index is filled before. What compaction took out of the log since was settled since.
+        """
+        for content in contents:
+            record = decode(content)
+            match record:
+                case Publish():
+                    if self.index.find(record.seq) is not None:
+                        message = Recovered(record, record.queue, record.seq, None)
+                        self.messages[record.seq] = message
+                case Claim():
+                    if (message := self.messages.get(record.seqs[0])) is not None:  # type: ignore[assignment]
+                        message.held = True
+                case Declare():
+                    self.queues[record.queue] = record
+                case Inbox():
+                    self.taken[record.name] = record.first
+                case Take():
+                    ranges = self._taking.setdefault(record.name, [])
+                    ranges.append((record.first, record.last))
+                case _:
+                    raise AssertionError(record)
+
+    def unfinished(self) -> Iterator[tuple[str, int, int]]:
+        """Bulk files of which only a part was taken in so far."""
+        for name, ranges in self._taking.items():
+            for first, last in ranges:
+                yield name, first, last
+
+    def _void(self, name: str, first: float = float("inf")) -> None:
+        """What was taken in of a bulk file before message ``first`` does not count."""
+        for start, last in self._taking.pop(name, ()):
+            if start < first:
+                for seq in range(start, last + 1):
+                    self._forget(seq)
 
     def _publish(self, record: Publish, queue: int, seq: int) -> None:
         self.last_seq = max(self.last_seq, seq)
@@ -141,12 +179,25 @@ class Replay:
 
         Those of deleted queues go, and those of bulk files that were not taken in whole.
         """
-        for first, last in [part for ranges in self._taking.values() for part in ranges]:
-            for seq in range(first, last + 1):
-                self._forget(seq)
+        for name in list(self._taking):
+            self._void(name)
         queues = self.queues
         for seq, message in list(self.messages.items()):
             if message.queue not in queues:
                 self._forget(seq)
         self.index.agree(self.messages)
         return [self.messages[seq] for seq in sorted(self.messages)]
+
+
+def messages_in(content: bytes) -> list[int]:
+    """The numbers of the messages whose body a record holds."""
+    record = decode(content)
+    match record:
+        case Publish():
+            return [record.seq]
+        case Fanout():
+            return [seq for _, seq in record.targets]
+        case Bury():
+            return [record.letter.seq]
+        case _:
+            return []

@@ -59,6 +59,11 @@ class Tail:
         self.broken: OSError | None = None
 
     @property
+    def size(self) -> int:
+        """How long the active segment is."""
+        return 0 if self._sealed else self._offset
+
+    @property
     def empty(self) -> bool:
         """Whether nothing was written to the active segment."""
         return self._sealed or self._offset <= HEADER_SIZE

@@ -1,0 +1,254 @@
+"""Bulk files: another process writes messages beside the log, the engine takes them in at once.
+
+    inbox/.JOB/PART.seg     being written, by any number of tasks
+    inbox/JOB/PART.seg      published, by one rename of the directory
+
+A part is a sealed segment: declarations of the queues it names, then messages. The engine takes
+each job in exactly once, all of it or nothing; a job of the same name is never taken again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from qkit.errors import ConfigError, LogDamaged, StorageError
+from qkit.message import check_name, new_id
+from qkit.native.encode import encode_declare, encode_publish
+from qkit.native.record import Declare, Publish, decode
+from qkit.native.segment import (
+    CHUNK,
+    FRAME_SIZE,
+    HEADER_SIZE,
+    Header,
+    Scan,
+    frame,
+    read_header,
+    scan,
+    seal,
+)
+
+__all__ = ["Bulk", "BulkWriter", "abort", "bulks", "check_bulk", "commit", "discard", "read_bulk"]
+
+_JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_LOG_ID: Final = b"qkit-bulk-file\0\0"
+
+
+class Bulk(NamedTuple):
+    """A message of a bulk file, and the name of its queue."""
+
+    queue: str
+    content: bytes  # its record, with numbers of the file's own
+    message: Publish
+
+
+class BulkWriter:
+    """One part of a job. Its memory is flat in the number of messages.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     with BulkWriter(path, "load-1", 0) as part:
+    ...         part.put("orders", b"{}", headers={"tenant": "acme"})
+    ...     commit(path, "load-1")
+    ...     [(bulk.queue, bulk.message.body) for bulk in read_bulk(path, "load-1")]
+    [('orders', b'{}')]
+    """
+
+    def __init__(self, path: str | os.PathLike[str], job: str, part: int) -> None:
+        directory = _staged(path, job)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        self._path = directory / f"{part:08}.seg"
+        self._header = Header(part, 0, _LOG_ID)
+        self._temporary = directory / f"{part:08}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._temporary, flags, 0o600)
+        self._parts: list[bytes] = [self._header.pack()]
+        self._offset = HEADER_SIZE
+        self._written = 0
+        self._queues: dict[str, int] = {}
+        self.count = 0
+
+    def put(
+        self,
+        queue: str,
+        body: bytes,
+        *,
+        priority: int = 5,
+        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
+        due: float = 0.0,
+        expires: float = 0.0,
+        at: float = 0.0,
+        message_id: str | None = None,
+    ) -> None:
+        """Add a message; times are wall times."""
+        number = self._queues.get(queue)
+        if number is None:
+            check_name(queue)
+            number = self._queues[queue] = len(self._queues) + 1
+            self._add(encode_declare(number, queue))
+        self._add(
+            encode_publish(
+                number,
+                self.count,
+                new_id() if message_id is None else message_id,
+                body,
+                priority=priority,
+                at=at,
+                due=due,
+                expires=expires,
+                key=key,
+                headers=dict(headers) if headers else None,
+            )
+        )
+        self.count += 1
+
+    def _add(self, content: bytes) -> None:
+        self._offset = frame((content,), self._header.salt, self._offset, self._parts)
+        if self._offset - self._written >= CHUNK:
+            self._flush()
+
+    def _flush(self) -> None:
+        data = memoryview(b"".join(self._parts))
+        self._parts = []
+        self._written += len(data)
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def close(self) -> None:
+        """Complete the part: it is on the disk when this returns. Again: nothing happens.
+
+        Of several attempts at one part the last to finish counts.
+        """
+        if self._fd < 0:
+            return
+        self._offset = frame((seal(),), self._header.salt, self._offset, self._parts)
+        self._flush()
+        os.fsync(self._fd)
+        os.close(self._fd)
+        self._fd = -1
+        self._temporary.rename(self._path)
+        _sync(self._path.parent)
+
+    def abort(self) -> None:
+        """Leave nothing of this part behind. Again, or after ``close``: nothing happens."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def commit(path: str | os.PathLike[str], job: str) -> bool:
+    """Publish a job by one rename; whether there was anything to publish.
+
+    Again, also after the engine took it in, it is no error.
+    """
+    staged, published = _staged(path, job), Path(path) / "inbox" / job
+    if not staged.exists():
+        return False
+    for left in staged.glob("*.tmp"):  # of attempts that were given up
+        left.unlink()
+    if published.exists():
+        shutil.rmtree(staged)
+        return False
+    staged.rename(published)
+    _sync(published.parent)
+    return True
+
+
+def abort(path: str | os.PathLike[str], job: str) -> None:
+    """Leave nothing of a job behind that was not published."""
+    shutil.rmtree(_staged(path, job), ignore_errors=True)
+
+
+def _staged(path: str | os.PathLike[str], job: str) -> Path:
+    if not _JOB.fullmatch(job):
+        raise ConfigError(f"a job is named by 1–200 characters of A-Za-z0-9._-, not {job!r}")
+    return Path(path) / "inbox" / f".{job}"
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# For the engine
+
+
+def bulks(path: Path) -> list[str]:
+    """The jobs that were published and not removed yet."""
+    inbox = path / "inbox"
+    if inbox.is_symlink() or not inbox.is_dir():
+        return []
+    return sorted(
+        entry.name
+        for entry in inbox.iterdir()
+        if _JOB.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
+    )
+
+
+def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[Bulk]:
+    """The messages of a published job. Raises ``LogDamaged`` if a part is not whole."""
+    for part in sorted((Path(path) / "inbox" / job).glob("*.seg")):
+        yield from _read_part(part)
+
+
+def check_bulk(path: Path, job: str) -> None:
+    """Raise what reading a job would raise, before anything of it is taken in."""
+    for part in sorted((path / "inbox" / job).glob("*.seg")):
+        _whole(part)
+
+
+def _whole(part: Path) -> tuple[bytes, Scan]:
+    try:
+        fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(
+            f"{part.name} cannot be read: {error}", backend="native", operation="inbox", cause=error
+        ) from error
+    with os.fdopen(fd, "rb") as file:
+        data = file.read()
+    header = read_header(data, int(part.stem))[0] if part.stem.isdigit() else None
+    found = None if header is None else scan(data, header.salt)
+    if found is None or found.holes or found.torn or not found.sealed:
+        raise LogDamaged(
+            f"the bulk file {part.parent.name}/{part.name} is not whole: write it again",
+            backend="native",
+            operation="inbox",
+        )
+    return data, found
+
+
+def _read_part(part: Path) -> Iterator[Bulk]:
+    data, found = _whole(part)
+    queues: dict[int, str] = {}
+    for offset in found.offsets:
+        length = int.from_bytes(data[offset : offset + 4], "little")
+        content = data[offset + FRAME_SIZE : offset + FRAME_SIZE + length]
+        record = decode(content)
+        if isinstance(record, Declare):
+            queues[record.queue] = record.name
+        elif isinstance(record, Publish):
+            yield Bulk(queues[record.queue], content, record)
+
+
+def discard(path: Path, job: str) -> None:
+    """Remove a published job."""
+    shutil.rmtree(path / "inbox" / job, ignore_errors=True)

@@ -1,0 +1,199 @@
+"""A short cut for recovery: what the log says up to the end of a segment, without the bodies.
+
+It is made from the log and never from memory, so making one stops nobody, and a log without it,
+or with a damaged one, says the same: it is only read more slowly.
+
+    header    magic, version, covered segment, log id, last queue, last message, size, checksums
+    places    for each segment: number, generation, and its messages' numbers and offsets
+    records   u32 length · content, as in the log; messages without their bodies
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import sys
+from array import array
+from collections.abc import Iterator
+from typing import Final
+from zlib import crc32
+
+from qkit.errors import Damage, LogVersion
+from qkit.native.disk import Disk
+from qkit.native.encode import (
+    encode_claim,
+    encode_declare,
+    encode_inbox,
+    encode_publish,
+    encode_take,
+)
+from qkit.native.index import SegmentIndex
+from qkit.native.log import Log
+from qkit.native.replay import Replay, messages_in
+from qkit.native.segment import write_whole
+
+__all__ = ["VERSION", "read_snapshot", "write_snapshot"]
+
+VERSION: Final = 1
+MAGIC: Final = b"qkit-snp"
+
+# magic, version, 0, segment, log id, last queue, last message, size and checksum of the rest
+_HEADER: Final = struct.Struct("<8sHHI16sIQQI")
+_CRC: Final = struct.Struct("<I")
+_SEGMENT: Final = struct.Struct("<III")  # number, generation, messages
+_LENGTH: Final = struct.Struct("<I")
+_NAME: Final = re.compile(r"(\d{8,10})\.snap")
+
+
+def write_snapshot(log: Log, upto: int, replay: Replay) -> int:
+    """Write what ``replay`` read of the segments up to ``upto``; return the size. Blocking.
+
+    Older ones are removed once it is on the disk.
+    """
+    numbers = [number for number, _ in log.segments() if number <= upto]
+    body = b"".join(_body(log, replay, numbers))
+    head = _HEADER.pack(
+        MAGIC, VERSION, 0, upto, log.id, replay.last_queue, replay.last_seq, len(body), crc32(body)
+    )
+    disk, name = log.disk, f"{upto:08}.snap"
+    temporary = f"{name}.tmp"
+    if temporary in disk.names():
+        disk.unlink(temporary)
+    fd = disk.create(temporary)
+    try:
+        write_whole(disk, fd, [head + _CRC.pack(crc32(head)), body], 0)
+        disk.sync(fd)
+    except BaseException:
+        disk.unlink(temporary)
+        raise
+    finally:
+        disk.close_file(fd)
+    disk.rename(temporary, name)
+    disk.sync_directory()
+    for other in disk.names():
+        if _NAME.fullmatch(other) and other != name:
+            disk.unlink(other)
+    return len(body)
+
+
+def _body(log: Log, replay: Replay, numbers: list[int]) -> Iterator[bytes]:
+    segments = [replay.index[number] for number in numbers]
+    yield _LENGTH.pack(len(segments))
+    for segment in segments:
+        yield _SEGMENT.pack(segment.number, log.generation(segment.number), len(segment))
+        yield _little(segment.seqs).tobytes()
+        yield _little(segment.offsets).tobytes()
+    for content in _contents(replay):
+        yield _LENGTH.pack(len(content))
+        yield content
+
+
+def _contents(replay: Replay) -> Iterator[bytes]:
+    for number, queue in replay.queues.items():
+        yield encode_declare(number, queue.name, queue.group, queue.config)
+    for name, first in replay.taken.items():
+        yield encode_inbox(name, first)
+    for name, first, last in replay.unfinished():
+        yield encode_take(name, first, last)
+    for seq, message in replay.messages.items():
+        if message.queue not in replay.queues:
+            continue
+        yield encode_publish(
+            message.queue,
+            seq,
+            message.id,
+            b"",
+            priority=message.priority,
+            at=message.at,
+            due=message.due,
+            expires=message.expires,
+            key=message.key,
+            headers=message.headers,
+            attempt=message.attempt,
+        )
+        if message.held:
+            yield encode_claim(message.queue, [seq], [message.attempt])
+
+
+def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
+    """Read the newest snapshot that is whole; return the segment it covers, 0 for none.
+
+    One that cannot be used is noted in ``damage``. Raises ``LogVersion`` for another format.
+    """
+    disk, generations = log.disk, log.generations()
+    numbers = [int(match[1]) for match in map(_NAME.fullmatch, disk.names()) if match]
+    for number in sorted(numbers, reverse=True):
+        data = _whole(disk, number, log.id)
+        if data is None:
+            damage.append(Damage("snapshot", number, 0, 0, "not whole; the log tells it all"))
+            continue
+        _load(log, replay, data, generations)
+        return number
+    return 0
+
+
+def _whole(disk: Disk, number: int, log_id: bytes) -> bytes | None:
+    fd = disk.open(f"{number:08}.snap")
+    try:
+        data = disk.read(fd, disk.size(fd), 0)
+    finally:
+        disk.close_file(fd)
+    start = _HEADER.size + _CRC.size
+    if len(data) < start or _CRC.unpack_from(data, _HEADER.size)[0] != crc32(data[: _HEADER.size]):
+        return None
+    magic, version, _, covered, found, _, _, size, crc = _HEADER.unpack_from(data)
+    if magic == MAGIC and version != VERSION:
+        raise LogVersion(
+            f"the snapshot {number} is of format {version}; this qkit reads format {VERSION}: use "
+            "the qkit that wrote it, or delete the file: the log tells it all",
+            backend="native",
+            operation="open",
+        )
+    same = (magic, covered, found) == (MAGIC, number, log_id)
+    if not same or len(data) - start != size or crc32(memoryview(data)[start:]) != crc:
+        return None
+    return data
+
+
+def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) -> None:
+    _, _, _, upto, _, replay.last_queue, replay.last_seq, _, _ = _HEADER.unpack_from(data)
+    position = _HEADER.size + _CRC.size
+    (count,) = _LENGTH.unpack_from(data, position)
+    position += _LENGTH.size
+    known: set[int] = set()
+    for _ in range(count):
+        number, generation, messages = _SEGMENT.unpack_from(data, position)
+        position += _SEGMENT.size
+        seqs, offsets = array("Q"), array("I")
+        seqs.frombytes(data[position : position + 8 * messages])
+        position += 8 * messages
+        offsets.frombytes(data[position : position + 4 * messages])
+        position += 4 * messages
+        if generations.get(number) == generation:
+            known.add(number)
+            replay.index.put(SegmentIndex(number, _little(seqs), _little(offsets)))
+    for number in sorted(generations):  # those that were rewritten since
+        if number <= upto and number not in known:
+            found = [
+                (seq, entry.position[1])
+                for entry in log.entries(number)
+                for seq in messages_in(entry.content)
+            ]
+            if found:
+                replay.index.put(SegmentIndex(number, *zip(*found, strict=True)))
+    replay.load(_framed(data, position))
+
+
+def _framed(data: bytes, position: int) -> Iterator[bytes]:
+    while position < len(data):
+        (length,) = _LENGTH.unpack_from(data, position)
+        position += _LENGTH.size
+        yield data[position : position + length]
+        position += length
+
+
+def _little(numbers: array[int]) -> array[int]:
+    if sys.byteorder == "big":  # the file is the same on every machine
+        numbers = array(numbers.typecode, numbers)
+        numbers.byteswap()
+    return numbers
