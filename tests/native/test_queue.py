@@ -427,7 +427,7 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
             queue.extend(0.0, message.state, 60.0)
         queue.ack(message.state)
     assert len(queue._ends) < 200
-    assert len(queue._expiries._heap) < 300
+    assert len(queue._expiries.heap) < 300
     assert queue.next_due() is None
     assert not queue._leases
     assert not queue._strays
@@ -487,7 +487,7 @@ def test_messages_that_expire_in_the_middle_leave_no_garbage_behind() -> None:
     assert len(queue.expire(5.0)) == 1_000
     bucket = queue._ready._buckets[5]
     assert len(bucket.fresh) < 200
-    assert len(queue._scheduled._heap) < 200
+    assert len(queue._scheduled.heap) < 200
     assert waiting(queue) == ["tail"]
 
 

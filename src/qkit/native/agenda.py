@@ -18,21 +18,21 @@ class Agenda:
     leaving them would keep the bodies of settled messages until their time.
     """
 
-    __slots__ = ("_count", "_heap", "_outdated")
+    __slots__ = ("_count", "_outdated", "heap")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Stored]] = []
+        self.heap: list[tuple[float, int, Stored]] = []
         self._count = 0  # entries for the same time keep their order, and messages never compare
         self._outdated = 0
 
     def add(self, at: float, message: Stored) -> None:
         """Enter a message."""
         self._count += 1
-        heappush(self._heap, (at, self._count, message))
+        heappush(self.heap, (at, self._count, message))
 
     def pop_due(self, now: float) -> Stored | None:
         """Take out the next message whose time has come."""
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][0] <= now:
             message = heappop(heap)[2]
             if message.state != GONE:
@@ -42,7 +42,7 @@ class Agenda:
 
     def first(self) -> float | None:
         """The next time at which something is due."""
-        heap = self._heap
+        heap = self.heap
         while heap and heap[0][2].state == GONE:
             heappop(heap)
             self._outdated -= 1
@@ -55,20 +55,20 @@ class Agenda:
         which sets it right, comes early.
         """
         self._outdated += 1
-        if self._outdated > COMPACT_ABOVE + len(self._heap) // 2:
+        if self._outdated > COMPACT_ABOVE + len(self.heap) // 2:
             self.rebuild()
 
     def rebuild(self) -> None:
         """Drop every outdated entry."""
-        self._heap = [entry for entry in self._heap if entry[2].state != GONE]
-        heapify(self._heap)
+        self.heap = [entry for entry in self.heap if entry[2].state != GONE]
+        heapify(self.heap)
         self._outdated = 0
 
     def __bool__(self) -> bool:
-        return bool(self._heap)
+        return bool(self.heap)
 
     def __iter__(self) -> Iterator[tuple[float, Stored]]:
         """Every message with its time, the next first."""
-        for at, _, message in sorted(self._heap):
+        for at, _, message in sorted(self.heap):
             if message.state != GONE:
                 yield at, message

@@ -87,7 +87,8 @@ class _Batch:
         now = journal.clock.monotonic()
         contents = self._contents
         places = [position] if len(contents) == 1 else positions(position, contents)
-        seq, at, answers = self._first, 0, list[int | None]()
+        seq, at = self._first, 0
+        answers: list[int | None] = []
         for arrival in self._arrivals:
             ahead: int | None = None
             if arrival.actors:

@@ -325,7 +325,7 @@ class QueueState:
         The attempt is counted here, before any handler runs, so that a message that kills its
         consumer is counted too. An expired message is never handed out.
         """
-        if self._scheduled or self._expiries:
+        if self._scheduled_live or self._expiries.heap:
             self._advance(now)
         deadline = now + lease
         leases = self._leases
@@ -333,7 +333,8 @@ class QueueState:
             self._latest = deadline
         else:
             leases = self._strays
-        pop, claimed = self._ready.pop, list[Stored]()
+        pop = self._ready.pop
+        claimed: list[Stored] = []
         while limit > 0 and (message := pop()) is not None:
             limit -= 1
             self._next = token = self._next + 1
