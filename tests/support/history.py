@@ -1,0 +1,126 @@
+"""Life in an engine: senders, consumers and a janitor, who tell the books of all they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+from qkit.native import Engine
+from tests.support.books import LIMIT, body_of
+
+__all__ = ["QUEUES", "live", "prepare"]
+
+Tell = Callable[[tuple[str | int | bool | None, ...]], None]
+
+GROUPS = ("a", "b")
+QUEUES = ("orders", "scrap", "temp")
+
+
+async def prepare(engine: Engine) -> None:
+    """The queues and the topic that ``live`` uses."""
+    for queue in QUEUES:
+        await engine.create(queue)
+    await engine.create("news", broadcast=True)
+    for group in GROUPS:
+        engine.queue("news", "declare", group)
+    await engine.written()
+
+
+class _Life:
+    def __init__(self, engine: Engine, random: Random, tell: Tell, name: str) -> None:
+        self.engine = engine
+        self.random = random
+        self.tell = tell
+        self.name = name
+        self.count = 0
+
+    async def send(self, queue: str) -> None:
+        random = self.random
+        self.count += 1
+        id = f"{self.name}-{self.count}"
+        delay = random.choice((None, None, None, 0.005, 3600.0))
+        ttl = random.choice((None, None, None, None, 0.02, 7200.0))
+        if delay is not None and ttl is not None and delay >= ttl:
+            ttl = None
+        groups = GROUPS if queue == "news" else ()
+        self.tell(("publish", queue, id, ttl is not None, *groups))
+        await self.engine.publish(
+            queue,
+            body_of(id),
+            random.choice((None, 0, 5, 9)),
+            delay=delay,
+            ttl=ttl,
+            headers={"n": id} if random.random() < 0.3 else None,
+            key="k" if random.random() < 0.2 else None,
+            message_id=id,
+        )
+        self.tell(("published", id))
+
+    async def sender(self, steps: int) -> None:
+        for _ in range(steps):
+            await self.send(self.random.choice(("orders", "orders", "orders", "news", "scrap")))
+            if self.random.random() < 0.1:
+                await asyncio.sleep(0.001)
+
+    async def consumer(self, steps: int, queue: str, group: str | None = None) -> None:
+        random, tell = self.random, self.tell
+        for _ in range(steps):
+            delivery = await self.engine.consume(queue, 0.002, ack_deadline=60, group=group)
+            if delivery is None:
+                continue
+            id, attempt = delivery.message_id, delivery.retry_count + 1
+            tell(("claimed", queue, group, id, attempt))
+            assert delivery.body == body_of(id)
+            if random.random() < 0.1:
+                await delivery.extend(90)
+            if random.random() < 0.2:
+                await asyncio.sleep(random.choice((0, 0.001)))
+            chance = random.random()
+            if chance < 0.55:
+                tell(("settle", "ack", queue, group, id))
+                await delivery.ack()
+                tell(("settled", "ack", queue, group, id))
+            elif chance < 0.9:
+                requeue = chance < 0.75
+                dies = not requeue or attempt >= LIMIT
+                if dies:
+                    tell(("settle", "dead", queue, group, id))
+                answer = await delivery.nack(requeue)
+                if dies:
+                    assert answer == "dead_lettered"
+                    tell(("settled", "dead", queue, group, id))
+            # else it is held until the engine stops
+
+    async def janitor(self, steps: int) -> None:
+        for _ in range(steps):
+            await asyncio.sleep(0.003)
+            await self.send("temp")
+            match self.random.randrange(3):
+                case 0:
+                    self.tell(("purge", "scrap"))
+                    await self.engine.purge("scrap")
+                    self.tell(("purged", "scrap"))
+                case 1:
+                    self.tell(("purge", "temp"))
+                    await self.engine.delete("temp")
+                    self.tell(("purged", "temp"))
+                    await self.engine.create("temp")
+                case 2:
+                    letters = await self.engine.dead_letters("orders", 2)
+                    for letter in letters:
+                        self.tell(("replay", "orders", letter.message_id))
+                    await self.engine.retry_dead_letters(
+                        "orders", [letter.message_id for letter in letters]
+                    )
+
+
+async def live(engine: Engine, random: Random, tell: Tell, name: str, steps: int) -> None:
+    """Let all of them do ``steps`` things each; ``name`` makes the ids of the messages unique."""
+    life = _Life(engine, random, tell, name)
+    await asyncio.gather(
+        *(life.sender(steps) for _ in range(4)),
+        *(life.consumer(steps, "orders") for _ in range(3)),
+        *(life.consumer(steps, "news", group) for group in GROUPS),
+        life.janitor(max(1, steps // 4)),
+    )
