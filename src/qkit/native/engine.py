@@ -138,7 +138,9 @@ class Engine:
                 for actor in self._all_actors()
                 if isinstance(actor, DurableActor)
             }
-            for message in replay.finish():
+            messages = replay.finish()
+            storage.journal.held = replay.held  # less what was left of deleted queues
+            for message in messages:
                 actor = actors.get(message.queue)
                 if actor is not None:
                     actor.restore(message)
