@@ -184,8 +184,34 @@ async def test_a_message_that_died_survives_the_loss_of_its_letter_queues_declar
     # Neither the declaration of orders_dlq nor the burial is synced; a sector of the first is lost.
     data[data.index(b"orders_dlq", stored)] = 0
     engine = await open_engine(SimulatedDisk({name_of(1): bytes(data)}), clock)
-    assert [item.id for item in await view(engine)] == ["1"]
+    found = await view(engine)
     await engine.aclose()
+    assert [item.id for item in found] == ["1"]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="compaction takes a message out that died before its letter is synced",
+)
+async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(clock):
+    disk = SimulatedDisk()
+    engine = await open_engine(disk, clock, segment_bytes=600)
+    await engine.create("orders")
+    for id in ("1", "2", "3"):
+        await engine.publish("orders", b"x" * 300, message_id=id)
+    first, second = await engine.consume("orders"), await engine.consume("orders")
+    assert first is not None
+    assert second is not None
+    await second.ack()
+    await first.nack(requeue=False)
+    await engine.storage.tidy(rotate=False)
+    after = disk.lose_power(len(disk.journal), Random(SEED), "none")
+    await engine.aclose()
+
+    engine = await open_engine(after, clock)
+    found = await view(engine)
+    await engine.aclose()
+    assert {"1", "3"} <= {item.id for item in found}
 
 
 # kill -9 of a real process

@@ -377,6 +377,11 @@ class EngineModel(RuleBasedStateMachine):
         assert self.run(self.engine.purge_dead_letters(name)) == len(gone)
         self.letters = [letter for letter in self.letters if letter not in gone]
 
+    @rule(rotate=st.booleans())
+    def tidy(self, rotate: bool) -> None:
+        """Compaction and a snapshot change nothing that anybody can see."""
+        self.run(self.engine.storage.tidy(rotate=rotate))
+
     @rule(crash=st.booleans(), down=st.integers(0, 4))
     def reopen(self, crash: bool, down: int) -> None:
         """Stop and come back ``down`` seconds later. A crash leaves what was written."""

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 from qkit.clock import Clock
 from qkit.message import GROUP
 from qkit.native import Engine
+from qkit.native.disk import Disk
 from qkit.native.storage import Storage
 from tests.support.disk import SimulatedDisk
 
 __all__ = ["Seen", "held_bytes", "open_engine", "view"]
-
-
-@contextmanager
-def _mounted(disk: SimulatedDisk | None) -> Iterator[None]:
-    """Have a log that is opened meanwhile use this disk, whatever its path."""
-    if disk is None:
-        yield
-        return
-    with patch("qkit.native.log.Disk", lambda path: disk):
-        yield
 
 
 async def open_engine(
@@ -35,11 +23,8 @@ async def open_engine(
     With any clock but the system's it writes in the loop itself: the same calls every time.
     """
     engine = Engine(clock=clock)
-    simulated = isinstance(where, SimulatedDisk)
-    with _mounted(where if isinstance(where, SimulatedDisk) else None):
-        path = Path("simulated") if simulated else Path(str(where))
-        storage = Storage(path, clock=engine.clock, **options)
-    await engine.attach(storage)
+    disk = Disk(where) if isinstance(where, Path) else where
+    await engine.attach(Storage(disk, clock=engine.clock, **options))
     return engine
 
 

@@ -114,6 +114,12 @@ class _Life:
                         "orders", [letter.message_id for letter in letters]
                     )
 
+    async def keeper(self, steps: int) -> None:
+        """Compaction and snapshots, far more often than an engine by itself has them."""
+        for _ in range(steps):
+            await asyncio.sleep(self.random.choice((0.001, 0.004)))
+            await self.engine.storage.tidy(rotate=self.random.random() < 0.5)
+
 
 async def live(engine: Engine, random: Random, tell: Tell, name: str, steps: int) -> None:
     """Let all of them do ``steps`` things each; ``name`` makes the ids of the messages unique."""
@@ -123,4 +129,5 @@ async def live(engine: Engine, random: Random, tell: Tell, name: str, steps: int
         *(life.consumer(steps, "orders") for _ in range(3)),
         *(life.consumer(steps, "news", group) for group in GROUPS),
         life.janitor(max(1, steps // 4)),
+        life.keeper(max(1, steps // 2)),
     )
