@@ -444,10 +444,15 @@ class EngineModel(RuleBasedStateMachine):
                 sum(message.share[0] == name for message in self.held()),
             )
             letters = await engine.dead_letters(name)
-            assert Counter(
-                (name, item.group, item.message_id, item.reason, item.attempts, item.priority,
-                 item.body) for item in letters
-            ) == Counter(letter.key() for letter in self.letters if letter.share[0] == name)  # fmt: skip
+            found_letters = Counter(
+                (
+                    *(name, item.group, item.message_id, item.reason),
+                    *(item.attempts, item.priority, item.body),
+                )
+                for item in letters
+            )
+            expected_letters = (letter.key() for letter in self.letters if letter.share[0] == name)
+            assert found_letters == Counter(expected_letters)
         self.check_accounts(len(self.messages) + len(self.letters))
 
     def check_accounts(self, messages: int) -> None:
