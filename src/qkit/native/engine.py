@@ -532,8 +532,11 @@ class Engine:
         if self._journal is None:
             position = channel.put(now, message_id, body, own, key, priority, due, expires)
         else:
-            arrival = self.arrival(channel, message_id, body, own, key, priority, due, expires)
-            (position,) = await self._journal.publish((arrival,))
+            values = message_id, body, own, key, priority, due, expires
+            if isinstance(channel, DurableActor):
+                position = await self._journal.publish_one(channel, *values)
+            else:
+                (position,) = await self._journal.publish((self.arrival(channel, *values),))
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 

@@ -113,6 +113,7 @@ class Journal:
         self.next_seq = replay.last_seq + 1
         self.held = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
+        self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
 
     # Messages arrive
@@ -122,7 +123,7 @@ class Journal:
 
         Every place in a queue must have been reserved; it is given back here.
         """
-        future: asyncio.Future[list[int | None]] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[list[int | None]] = self._loop.create_future()
         offset = self.clock.time() - self.clock.monotonic()
         first = self.next_seq
         contents: list[bytes] = []
@@ -141,6 +142,60 @@ class Journal:
                 for actor in arrival.actors:
                     actor.state.unreserve()
             raise
+        return future
+
+    def publish_one(
+        self,
+        actor: DurableActor,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+    ) -> asyncio.Future[int | None]:
+        """What ``publish`` does, for one message to one queue: nearly all of them.
+
+        Raises as ``QueueState.put`` does.
+        """
+        clock, state = self.clock, actor.state
+        now, at = clock.monotonic(), clock.time()
+        seq = self.next_seq
+        content = encode_publish(
+            actor.number,
+            seq,
+            id,
+            body,
+            priority=state.priority(priority),
+            at=at,
+            due=0.0 if due is None else due - now + at,
+            expires=0.0 if expires is None else expires - now + at,
+            key=key,
+            headers=headers,
+        )
+        future: asyncio.Future[int | None] = self._loop.create_future()
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            state.unreserve()
+            if position is not None:
+                self.index.add(seq, position)
+                kept = self.keep(body)
+                ahead = actor.put(
+                    clock.monotonic(), id, kept, headers, key, priority, due, expires, seq
+                )
+                if not future.done():
+                    future.set_result(ahead)
+            elif error is not None and not future.done():
+                future.set_exception(error)
+
+        state.reserve(id, priority)
+        try:
+            self.log.append_then((content,), done)
+        except BaseException:
+            state.unreserve()
+            raise
+        self.next_seq = seq + 1
         return future
 
     def _encode(self, arrival: Arrival, offset: float) -> bytes:
@@ -219,9 +274,10 @@ class Journal:
 
     def keep(self, body: bytes) -> bytes | None:
         """The body if there is room for it in memory, else ``None``: it stays on the disk."""
-        if self.held + len(body) > self._limit:
+        held = self.held + len(body)
+        if held > self._limit:
             return None
-        self.held += len(body)
+        self.held = held
         return body
 
     # Queues

@@ -231,7 +231,7 @@ class Log:
 
     def append_then(self, contents: Sequence[bytes], done: Done) -> None:
         """As ``append``; ``done`` is called in the loop, in the order of the appends."""
-        writer = self._running()
+        writer = self._writer or self._running()
         if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
             _check(contents)
         writer.append(contents, done)
@@ -244,8 +244,9 @@ class Log:
         off, in front of all that comes later; ``done`` is called once they are written, or when
         the log has become read-only.
         """
-        writer = self._running()
-        _check(contents)
+        writer = self._writer or self._running()
+        if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
+            _check(contents)
         writer.append_nowait(contents, done)
 
     def written(self) -> asyncio.Future[None] | None:
@@ -254,7 +255,7 @@ class Log:
         It raises ``StorageError`` if the disk refused a part; what was appended with
         ``append_nowait`` will be written nevertheless, as soon as there is space.
         """
-        return self._running().written()
+        return (self._writer or self._running()).written()
 
     async def rotate(self) -> None:
         """Begin another segment, so that all that was appended is in complete ones."""

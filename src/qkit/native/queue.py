@@ -269,7 +269,8 @@ class QueueState:
 
     def reserve(self, id: str, priority: int | None) -> None:
         """Keep a place for a message that is on its way to the disk, or raise as ``put`` does."""
-        self.check(id, priority)
+        if self._size >= self._room or priority is not None:
+            self.check(id, priority)
         self._reserved += 1
         self._room -= 1
 

@@ -1,0 +1,26 @@
+"""The durable work queue loses nothing when its processes are killed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "durable_queue.py"
+
+
+def test_killed_twice_and_nothing_lost(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"confirmed to the shop: 1\d\d, done: 1\d\d\n", done.stdout)
+    assert "lost: 0, done twice: " in done.stdout
+    assert done.stdout.count("ended by SIGKILL") == 2
+    assert done.stdout.count("ended by SIGTERM") == 1
+    assert "Traceback" not in done.stderr
