@@ -1,0 +1,236 @@
+"""A client of a native directory that another process owns."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from qkit.backend import (
+    Capabilities,
+    QueueSpec,
+    QueueStats,
+    SubscriptionSpec,
+    Support,
+)
+from qkit.backends.native import MEMORY
+from qkit.backends.socket import wire
+from qkit.backends.socket.claimed import SocketSubscription
+from qkit.backends.socket.failures import decode_error
+from qkit.backends.socket.link import Link, open_link
+from qkit.backends.socket.publishing import Publishing
+from qkit.backends.socket.renewal import Renewals
+from qkit.clock import Clock, SystemClock
+from qkit.errors import BackendUnavailable, QueueError
+from qkit.logs import logger
+from qkit.message import DeadLetter, Envelope, Sent
+
+__all__ = ["SocketBackend"]
+
+
+class SocketBackend:
+    """``Backend``, ``Admin`` and the dead letters' sources, on the socket of a directory's owner.
+
+    It means the same as ``NativeBackend`` in the owner. ``capabilities`` are the owner's once it
+    is started; until then they are what is given here. ``on_lost`` is called when the connection
+    breaks; ``start`` opens another.
+    """
+
+    name: str = "native"
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Clock | None = None,
+        capabilities: Capabilities = MEMORY,
+        on_lost: Callable[[BackendUnavailable], None] | None = None,
+    ) -> None:
+        self._path = path
+        # A virtual clock's leases end when the test says so: no thread in real time may interfere.
+        self._renews = clock is None or isinstance(clock, SystemClock)
+        self._on_lost = on_lost
+        self._link: Link | None = None
+        self._publishing: Publishing | None = None
+        self._renewals: Renewals | None = None
+        self._subscriptions: dict[int, SocketSubscription] = {}
+        self._callbacks: dict[int, list[Callable[[DeadLetter], None]]] = {
+            wire.DIED: [],
+            wire.DROPPED: [],
+        }
+        self.capabilities = capabilities
+
+    # Backend
+
+    async def start(self) -> None:
+        """Connect, or raise ``BackendUnavailable``; idempotent while the connection lasts."""
+        if self._link is not None:
+            return
+        link = await open_link(self._path, self._take, self._lost)
+        self._link = link
+        self._publishing = Publishing(link)
+        self.capabilities = _capabilities(link.hello["capabilities"])
+        if self._renews:
+            self._renewals = Renewals(self._path, int(link.hello["session"]))
+        self._listen()
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists; see ``NativeBackend.declare``."""
+        await self._ask("declare", wire.DECLARE, wire.encode_record(spec), spec.name)
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        if self._publishing is None:
+            self._refuse("publish", queue)
+        try:
+            return await self._publishing.publish(queue, envelopes)
+        except BackendUnavailable as error:
+            error.located(operation="publish", queue=queue)
+            raise
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[SocketSubscription]:
+        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[SocketSubscription, None]:
+        if self._link is None:
+            self._refuse("subscribe", spec.queue)
+        subscription = SocketSubscription(self._link, spec.queue, self._renewals)
+        await subscription.open(spec)
+        self._subscriptions[subscription.number] = subscription
+        try:
+            yield subscription
+        finally:
+            self._subscriptions.pop(subscription.number, None)
+            await subscription.leave()
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless the owner answers."""
+        await self._ask("ping", wire.PING)
+
+    async def aclose(self) -> None:
+        """Say goodbye, so that what is held goes back uncharged, and hang up; idempotent."""
+        link, self._link = self._link, None
+        self._publishing = None
+        if self._renewals is not None:
+            self._renewals.close()
+            self._renewals = None
+        if link is not None:
+            link.tell(wire.GOODBYE, 0)
+            self._break(BackendUnavailable("the backend was closed", backend=self.name))
+            await link.aclose()
+
+    # Admin
+
+    async def queues(self) -> list[str]:
+        """The names of all queues and topics of the engine."""
+        return list(await self._administer("queues"))
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now; a topic's are the sums of its groups'."""
+        return QueueStats(**await self._administer("stats", queue))
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages in order of delivery, delayed ones last."""
+        body = wire.encode_json(["peek", queue, limit])
+        return wire.decode_envelopes(await self._ask("peek", wire.ADMINISTER, body, queue))
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return int(await self._administer("purge", queue))
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Delete these messages unless a consumer holds them; return how many were there."""
+        return int(await self._administer("remove", queue, *ids))
+
+    async def delete(self, queue: str) -> None:
+        """Delete the queue with all that is in it."""
+        await self._administer("delete", queue)
+
+    async def _administer(self, call: str, *arguments: str) -> Any:
+        body = wire.encode_json([call, *arguments])
+        queue = arguments[0] if arguments else None
+        return wire.decode_json(await self._ask(call, wire.ADMINISTER, body, queue))
+
+    # DeadLetterSource and DroppedLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that the owner's engine wrote by itself."""
+        self._callbacks[wire.DIED].append(callback)
+        self._listen()
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._callbacks[wire.DROPPED].append(callback)
+        self._listen()
+
+    def _listen(self) -> None:
+        wanted = sum(bit for kind, bit in wire.HEARS.items() if self._callbacks[kind])
+        if wanted and self._link is not None:
+            self._link.tell(wire.LISTEN, 0, wire.encode_number(wanted))
+
+    # The connection
+
+    async def _ask(
+        self, operation: str, kind: int, body: bytes = b"", queue: str | None = None
+    ) -> bytes:
+        if self._link is None:
+            self._refuse(operation, queue)
+        try:
+            return await self._link.request(kind, body)
+        except BackendUnavailable as error:
+            error.located(operation=operation, queue=queue)
+            raise
+
+    def _refuse(self, operation: str, queue: str | None) -> NoReturn:
+        raise BackendUnavailable(
+            "there is no connection to the owner: start the backend first",
+            backend=self.name,
+            operation=operation,
+            queue=queue,
+        )
+
+    def _take(self, kind: int, number: int, body: bytes) -> None:
+        """What the owner sends without being asked."""
+        if kind in self._callbacks:
+            for envelope in wire.decode_envelopes(body):
+                self._tell(kind, DeadLetter.from_envelope(envelope))
+            return
+        subscription = self._subscriptions.get(number)
+        if subscription is None:
+            return  # left, while this was on its way; the owner gives it to another
+        if kind == wire.DELIVERIES:
+            subscription.deliver(body)
+        elif kind == wire.LOST:
+            subscription.lost(decode_error(body))
+
+    def _tell(self, kind: int, letter: DeadLetter) -> None:
+        for callback in self._callbacks[kind]:
+            try:
+                callback(letter)
+            except Exception:
+                logger.exception("a dead-letter callback failed; nothing else did")
+
+    def _lost(self, error: BackendUnavailable) -> None:
+        self._link = None
+        self._publishing = None
+        if self._renewals is not None:
+            self._renewals.close()
+            self._renewals = None
+        self._break(error)
+        if self._on_lost is not None:
+            self._on_lost(error)
+
+    def _break(self, error: QueueError) -> None:
+        for subscription in tuple(self._subscriptions.values()):
+            subscription.lost(error)
+
+
+def _capabilities(said: dict[str, str]) -> Capabilities:
+    """What the owner can; a feature that this version does not know is passed over."""
+    known = Capabilities().as_dict()
+    return Capabilities(**{name: Support(value) for name, value in said.items() if name in known})

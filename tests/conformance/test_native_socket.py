@@ -1,0 +1,42 @@
+"""A client of a native directory keeps the contract as its owner does."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from qkit.backends.native import NativeBackend
+from qkit.backends.socket.client import SocketBackend
+from qkit.backends.socket.server import SocketServer
+from qkit.clock import Clock, SystemClock
+from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.native import Engine
+from qkit.testing import VirtualClock
+
+
+class TestNativeSocket(Conformance):
+    column = MATRIX["native-memory"]
+    virtual_time = True  # both ends are in one loop: what one writes the other can read at once
+
+    @pytest_asyncio.fixture
+    async def clock(self, request: pytest.FixtureRequest) -> AsyncGenerator[Clock, None]:
+        """Virtual, except where a blocked loop must be outlived: that takes a thread."""
+        if "blocks_the_loop" in request.node.name:
+            yield SystemClock()
+            return
+        with VirtualClock() as clock:
+            yield clock
+
+    @pytest_asyncio.fixture
+    async def new_backend(self, clock: Clock) -> AsyncGenerator[NewBackend, None]:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "socket"
+            async with Engine(clock=clock) as engine:
+                server = SocketServer(NativeBackend(engine=engine), engine, path)
+                await server.start()
+                yield lambda: SocketBackend(path, clock=clock)
+                await server.aclose()
