@@ -23,7 +23,9 @@ class TestNativeSocket(Conformance):
     virtual_time = True  # both ends are in one loop: what one writes the other can read at once
 
     @pytest_asyncio.fixture
-    async def clock(self, request: pytest.FixtureRequest) -> AsyncGenerator[Clock, None]:
+    async def clock(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, request: pytest.FixtureRequest
+    ) -> AsyncGenerator[Clock, None]:
         """Virtual, except where a blocked loop must be outlived: that takes a thread."""
         if "blocks_the_loop" in request.node.name:
             yield SystemClock()

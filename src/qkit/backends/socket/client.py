@@ -75,6 +75,11 @@ class SocketBackend:
             self._renewals = Renewals(self._path, int(link.hello["session"]))
         self._listen()
 
+    def check(self) -> None:
+        """Raise ``BackendUnavailable`` unless there is a connection."""
+        if self._link is None:
+            self._refuse("check", None)
+
     async def declare(self, spec: QueueSpec) -> None:
         """Make sure the queue exists; see ``NativeBackend.declare``."""
         await self._ask("declare", wire.DECLARE, wire.encode_record(spec), spec.name)

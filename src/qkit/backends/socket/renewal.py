@@ -19,7 +19,6 @@ from typing import Final
 
 from qkit.backends.socket import wire
 from qkit.backends.socket.address import connect
-from qkit.errors import BackendUnavailable
 from qkit.logs import logger
 
 __all__ = ["Renewals"]
@@ -52,6 +51,8 @@ class Renewals:
     def add(self, number: int, leases: dict[int, float]) -> None:
         """Keep the leases of this subscription."""
         self._held[number] = leases
+        if self._thread is None and self._connection is None:
+            self._connect()  # now: an owner that is busy when it is needed will have accepted it
 
     def remove(self, number: int) -> None:
         """It was left, or broke."""
@@ -72,6 +73,8 @@ class Renewals:
         self._closed.set()
         self._answer.set()
         self._holding.set()
+        if self._thread is None:
+            self._hang_up()
 
     # In the thread
 
@@ -117,26 +120,37 @@ class Renewals:
         began = time.monotonic()
         while not self._closed.is_set():
             leases = self._leases()
-            if leases:
-                self._renew(leases)
-            if not leases or self._answer.wait(2 * self._look()):
+            if not leases:
+                break
+            look = min(lease for _, _, lease in leases) / LOOKS_PER_LEASE
+            self._renew(leases, look)
+            if self._answer.wait(2 * look):
                 break
         logger.warning(
             "the event loop did not answer for %.1f s; the leases of its messages were kept",
             time.monotonic() - began,
         )
 
-    def _renew(self, leases: list[tuple[int, int, float]]) -> None:
-        frame = wire.frame(wire.RENEW, 0, wire.encode_renewals(self._session, leases))
+    def _renew(self, leases: list[tuple[int, int, float]], timeout: float) -> None:
+        connection = self._connection or self._connect()
+        if connection is None:
+            return
         try:
-            if self._connection is None:
-                self._connection = connect(self._path)
-                self._connection.settimeout(self._look())
-                frame = wire.MAGIC + frame
-            self._connection.sendall(frame)
-        except (OSError, BackendUnavailable) as error:
+            connection.settimeout(timeout)
+            body = wire.encode_renewals(self._session, leases)
+            connection.sendall(wire.frame(wire.RENEW, 0, body))
+        except OSError as error:
             self._hang_up()
             logger.warning("leases could not be renewed while the loop is blocked: %s", error)
+
+    def _connect(self) -> socket.socket | None:
+        try:
+            self._connection = connect(self._path)
+            self._connection.sendall(wire.MAGIC)
+        except OSError as error:  # BackendUnavailable is one too
+            self._hang_up()
+            logger.warning("no connection for the renewal of leases: %s", error)
+        return self._connection
 
     def _hang_up(self) -> None:
         if self._connection is not None:
