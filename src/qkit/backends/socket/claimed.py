@@ -122,7 +122,8 @@ class SocketSubscription:
             return await future
         except asyncio.CancelledError:
             if future.cancelled():
-                self._waiting.remove(entry)
+                with contextlib.suppress(ValueError):  # deliveries of this turn passed it by
+                    self._waiting.remove(entry)
                 self._want()
             elif future.exception() is None:  # they came in this very turn
                 self._arrived.extendleft(reversed(future.result()))
@@ -149,8 +150,8 @@ class SocketSubscription:
         if deliveries and self._renewals is not None:
             self._renewals.wake()
         self._arrived.extend(deliveries)
-        if not deliveries and self._waiting and not self._asked:
-            self._waiting.popleft()[1].set_result([])
+        if not deliveries and not self._asked:
+            self._let_go()
         self._distribute()
 
     def _distribute(self) -> None:
@@ -163,6 +164,13 @@ class SocketSubscription:
             self._unclaimed = self._loop.call_later(UNCLAIMED, self._return)
         if self._stopped:
             self._return()
+
+    def _let_go(self) -> None:
+        """Every parked ``receive`` returns with nothing."""
+        waiting, self._waiting = self._waiting, deque()
+        for _, future in waiting:
+            if not future.done():
+                future.set_result([])
 
     def _hand_out(self, limit: int) -> list[Delivery]:
         count = min(limit, len(self._arrived))
@@ -185,10 +193,7 @@ class SocketSubscription:
         if self._stopped:
             return
         self._stopped = True
-        waiting, self._waiting = self._waiting, deque()
-        for _, future in waiting:
-            if not future.done():
-                future.set_result([])
+        self._let_go()
         self._return()
         if self._broken is None:
             with contextlib.suppress(BackendUnavailable):

@@ -52,6 +52,7 @@ class Publishing:
         self._loop = asyncio.get_running_loop()
         self._gathered: dict[str, list[tuple[_Call, list[bytes]]]] = {}
         self._limit = int(link.hello["max_frame"]) - ROOM
+        self._batch = min(FRAME_BYTES, self._limit)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Send messages; returns once the owner has accepted every one."""
@@ -87,7 +88,7 @@ class Publishing:
             for call, encoded in calls:
                 share = 0
                 for data in encoded:
-                    if size and size + len(data) > FRAME_BYTES:
+                    if size and size + len(data) > self._batch:
                         if share:
                             shares.append((call, share))
                         self._send(queue, batch, shares)

@@ -1,0 +1,89 @@
+"""An owner and its clients in one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from qkit.backends.native import NativeBackend
+from qkit.backends.socket.client import SocketBackend
+from qkit.backends.socket.server import SocketServer
+from qkit.native import Engine
+
+
+class Owner:
+    """A served engine, and whatever connects to it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "socket"
+        self._stack = AsyncExitStack()
+
+    async def start(self, **options: Any) -> None:
+        self.engine = await self._stack.enter_async_context(Engine())
+        self.backend = NativeBackend(engine=self.engine)
+        self.server = SocketServer(self.backend, self.engine, self.path, **options)
+        await self.server.start()
+        self._stack.push_async_callback(self.server.aclose)
+
+    async def client(self) -> SocketBackend:
+        backend = SocketBackend(self.path)
+        await backend.start()
+        self._stack.push_async_callback(backend.aclose)
+        return backend
+
+    async def typist(self) -> Typist:
+        reader, writer = await asyncio.open_unix_connection(self.path, limit=1 << 24)
+        typist = Typist(reader, writer)
+        self._stack.push_async_callback(typist.aclose)
+        return typist
+
+    async def aclose(self) -> None:
+        await self._stack.aclose()
+
+
+class Typist:
+    """Somebody with ``nc -U``."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def line(self, line: bytes) -> Any:
+        """The answer to a line."""
+        self.writer.write(line + b"\n")
+        return await self.answer()
+
+    async def answer(self) -> Any:
+        line = await self.reader.readline()
+        assert line.endswith(b"\n"), f"hung up after {line!r}"
+        return json.loads(line)
+
+    async def say(self, command: str, /, **payload: Any) -> Any:
+        """The answer to a command."""
+        return await self.line(json.dumps({"command": command, "payload": payload}).encode())
+
+    async def aclose(self) -> None:
+        self.writer.close()
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A short path: pytest's own are longer than a socket's address may be."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest_asyncio.fixture
+async def owner(directory: Path) -> AsyncIterator[Owner]:
+    owner = Owner(directory)
+    await owner.start()
+    yield owner
+    await owner.aclose()
