@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -73,7 +74,7 @@ async def test_the_first_owns_and_the_others_call(directory: Path) -> None:
     await second.aclose()
     await second.aclose()
     await first.aclose()
-    assert sorted(path.name for path in directory.iterdir()) == ["lock"]
+    assert not os.path.lexists(directory / "socket")  # noqa: ASYNC240  # a test may wait for it
 
 
 async def test_when_the_owner_closes_a_client_takes_over_with_all_it_declared(
@@ -133,7 +134,7 @@ async def test_calls_wait_a_little_for_an_owner_and_then_say_so(directory: Path)
 async def test_an_owner_that_never_answers_fails_the_start(directory: Path) -> None:
     engine = LockedEngine(directory)
     backend = share(directory, start_timeout=0.2)
-    with pytest.raises(BackendUnavailable, match="did not answer within 0.2 s"):
+    with pytest.raises(BackendUnavailable, match=r"did not answer within 0\.2 s"):
         await backend.start()
     await engine.aclose()
     await backend.start()

@@ -194,12 +194,8 @@ async def test_settlements_of_one_turn_have_each_their_own_answer(owner: Any) ->
         await subscription.extend(three, 30)
         await asyncio.sleep(0.1)
         two.envelope.headers["seen"] = "yes"
-        late, released, done = await asyncio.gather(
-            subscription.ack(one),
-            subscription.release(two, 0.0),
-            subscription.ack(three),
-            return_exceptions=True,
-        )
+        calls = [subscription.ack(one), subscription.release(two, 0.0), subscription.ack(three)]
+        late, released, done = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(late, AckDeadlineExceeded)
         assert late.message_id == "0"
         assert (released, done) == (None, None)

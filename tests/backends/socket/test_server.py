@@ -28,12 +28,16 @@ SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 
 async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110  # what is waited for tells nobody
             await asyncio.sleep(0.005)
 
 
 def spec(prefetch: int = 10, **options: Any) -> SubscriptionSpec:
     return SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=prefetch, **options)
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
 
 
 # The file
@@ -53,7 +57,7 @@ async def test_only_its_user_can_reach_it_whatever_the_umask(directory: Path) ->
             await server.aclose()
     finally:
         os.umask(before)
-    assert list(directory.iterdir()) == []
+    assert files(directory) == []
 
 
 async def test_a_socket_that_a_killed_owner_left_is_replaced(owner: Any, directory: Path) -> None:
@@ -88,8 +92,7 @@ async def test_anything_else_in_its_place_is_refused(
         await SocketServer(owner.backend, owner.engine, planted).start()
     with pytest.raises(BackendUnavailable, match="not the socket"):
         await SocketBackend(planted).start()
-    assert os.path.lexists(planted)
-    assert not target.exists()
+    assert files(directory) == ["planted", "socket"]
 
 
 async def test_a_client_follows_no_symlink(owner: Any, directory: Path) -> None:
@@ -110,7 +113,7 @@ async def test_directories_may_be_deeper_than_a_socket_s_address_is_long(
     await client.ping()
     await client.aclose()
     await server.aclose()
-    assert list(deep.iterdir()) == []
+    assert files(deep) == []
 
 
 async def test_closing_leaves_another_owner_s_socket_alone(owner: Any, directory: Path) -> None:

@@ -16,6 +16,7 @@ from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 __all__ = ["Claim"]
 
 FRAME_BYTES: Final = 1 << 20  # deliveries of more than this are spread over several frames
+LATE: Final = 0.5  # seconds by which a busy loop may notice the end of a lease too late
 
 
 @runtime_checkable
@@ -162,8 +163,9 @@ class Claim:
             return
         # Leaving would give everything back uncharged; so wait until there is nothing to give.
         await subscription.stop()
-        leases = [delivery.lease for delivery in self._held.values()]
-        await asyncio.sleep(max((lease for lease in leases if lease is not None), default=0.0))
+        leases = [delivery.lease for delivery in self._held.values() if delivery.lease is not None]
+        if leases:
+            await asyncio.sleep(max(leases) + LATE)
 
     def _look(self) -> None:
         self._changed.set()

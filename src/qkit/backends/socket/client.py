@@ -86,13 +86,12 @@ class SocketBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        if self._publishing is None:
+        link, publishing = self._link, self._publishing
+        if link is None or publishing is None:
             self._refuse("publish", queue)
-        try:
-            return await self._publishing.publish(queue, envelopes)
-        except BackendUnavailable as error:
-            error.located(operation="publish", queue=queue)
-            raise
+        if link.outlet.paused:
+            await link.outlet.drained()
+        return await publishing.publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[SocketSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""

@@ -45,7 +45,7 @@ async def open_link(path: Path, push: Push, lost: Lost) -> Link:
 
 
 class Link(asyncio.Protocol):
-    """One connection to the owner; ``hello`` is what it said of itself."""
+    """One connection to the owner; ``hello`` is what it said of itself, ``outlet`` writes."""
 
     def __init__(self, path: Path, push: Push, lost: Lost) -> None:
         self._path = path
@@ -64,26 +64,21 @@ class Link(asyncio.Protocol):
 
     # Asking
 
-    @property
-    def paused(self) -> bool:
-        """Whether the owner does not keep up."""
-        return self._outlet.paused
-
     def check(self) -> None:
         """Raise ``BackendUnavailable`` if the connection is gone."""
-        if self._outlet.closed or self._closing:
+        if self.outlet.closed or self._closing:
             raise self._error()
 
     def tell(self, kind: int, number: int, body: bytes = b"") -> None:
         """Send a frame that gets no answer of its own."""
-        self._outlet.frame(kind, number, body)
+        self.outlet.frame(kind, number, body)
 
     def ask(self, kind: int, body: bytes, answered: Answered) -> int:
         """Send a request; ``answered`` is called with the answer, or with the error."""
         self.check()
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
         self._pending[number] = answered
-        self._outlet.frame(kind, number, body)
+        self.outlet.frame(kind, number, body)
         return number
 
     def begin(self, kind: int, body: bytes = b"") -> tuple[int, asyncio.Future[bytes]]:
@@ -104,14 +99,10 @@ class Link(asyncio.Protocol):
         """Send a request and wait for its answer; raises what the owner raised."""
         return await self.begin(kind, body)[1]
 
-    async def drained(self) -> None:
-        """Wait until the owner keeps up."""
-        await self._outlet.drained()
-
     async def aclose(self) -> None:
         """Write what is left and hang up."""
         self._closing = True
-        self._outlet.close()
+        self.outlet.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._gone.wait()
@@ -124,8 +115,8 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is there: say what is spoken here."""
         self._transport = cast("asyncio.Transport", transport)
-        self._outlet = Outlet(self._transport)
-        self._outlet.write(wire.MAGIC)
+        self.outlet = Outlet(self._transport)
+        self.outlet.write(wire.MAGIC)
 
     def data_received(self, data: bytes) -> None:
         """Answers, and what the owner pushes."""
@@ -158,16 +149,16 @@ class Link(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The owner does not keep up."""
-        self._outlet.pause()
+        self.outlet.pause()
 
     def resume_writing(self) -> None:
         """The owner reads again."""
-        self._outlet.resume()
+        self.outlet.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever waits; nothing will ever be answered."""
         self._cause = exc or self._refusal or EOFError("the owner hung up")
-        self._outlet.lost()
+        self.outlet.lost()
         if not self.greeting.done():
             self.greeting.set_exception(self._error())
             self.greeting.exception()  # perhaps nobody waits for it any more

@@ -15,20 +15,15 @@ __all__ = ["Outlet"]
 class Outlet:
     """The writing half of a connection; what is written after its end goes nowhere."""
 
-    __slots__ = ("_gathered", "_loop", "_paused", "_transport", "_waiters", "closed")
+    __slots__ = ("_gathered", "_loop", "_transport", "_waiters", "closed", "paused")
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._loop = asyncio.get_running_loop()
         self._gathered: list[bytes] = []
-        self._paused = False
+        self.paused = False  # the other side does not keep up with reading
         self._waiters: list[asyncio.Future[None]] = []
         self.closed = False
-
-    @property
-    def paused(self) -> bool:
-        """Whether the other side does not keep up with reading."""
-        return self._paused
 
     @property
     def waiting(self) -> int:
@@ -55,7 +50,7 @@ class Outlet:
     async def drained(self) -> None:
         """Wait until the other side has read most of what was written, or is gone."""
         self.flush()
-        if self._paused and not self.closed:
+        if self.paused and not self.closed:
             waiter = self._loop.create_future()
             self._waiters.append(waiter)
             await waiter
@@ -69,11 +64,11 @@ class Outlet:
 
     def pause(self) -> None:
         """Its buffer is full."""
-        self._paused = True
+        self.paused = True
 
     def resume(self) -> None:
         """Its buffer has room again."""
-        self._paused = False
+        self.paused = False
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

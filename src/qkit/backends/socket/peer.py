@@ -176,6 +176,7 @@ class Peer:
             self._outlet.frame(wire.ERROR, number, encode_error(error))
         else:
             self._outlet.frame(wire.OK, number, body)
+        self._outlet.flush()  # the client goes on while the next request is dealt with
 
     def _start(
         self,

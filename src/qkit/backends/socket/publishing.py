@@ -20,28 +20,39 @@ ROOM: Final = 4096  # of a frame's limit, for all that is not the message
 class _Call:
     """One ``publish``: its messages, and what became of them."""
 
-    __slots__ = ("future", "ids", "queue", "results", "unknown")
+    __slots__ = ("envelopes", "future", "queue", "results")
 
-    def __init__(self, queue: str, ids: list[str], future: asyncio.Future[list[Sent]]) -> None:
+    def __init__(
+        self, queue: str, envelopes: Sequence[Envelope], future: asyncio.Future[list[Sent]]
+    ) -> None:
         self.queue = queue
-        self.ids = ids
+        self.envelopes = envelopes
         self.future = future
         self.results: list[Sent | QueueError] = []
-        self.unknown = len(ids)
 
-    def fill(self, results: Sequence[Sent | QueueError]) -> None:
+    def done(self, positions: Sequence[int | None]) -> None:
+        """All of its messages were accepted, in one frame."""
+        if not self.future.done():
+            pairs = zip(self.envelopes, positions, strict=True)
+            self.future.set_result([Sent(item.id, position) for item, position in pairs])
+
+    def fill(self, outcomes: Sequence[int | QueueError | None]) -> None:
         """What became of the next of its messages; the last ends the call."""
-        self.results += results
-        self.unknown -= len(results)
-        if self.unknown or self.future.done():
+        results, begin = self.results, len(self.results)
+        for place, item in enumerate(outcomes, begin):
+            if isinstance(item, QueueError):
+                results.append(item)
+            else:
+                results.append(Sent(self.envelopes[place].id, item))
+        if len(results) < len(self.envelopes) or self.future.done():
             return
-        failed = [item for item in self.results if isinstance(item, QueueError)]
+        failed = [item for item in results if isinstance(item, QueueError)]
         if not failed:
-            self.future.set_result(self.results)  # type: ignore[arg-type]  # no error among them
-        elif len(failed) == len(self.results):
+            self.future.set_result(results)  # type: ignore[arg-type]  # no error among them
+        elif len(failed) == len(results):
             self.future.set_exception(failed[0])
         else:
-            self.future.set_exception(_partial(self.queue, self.results, failed))
+            self.future.set_exception(_partial(self.queue, results, failed))
 
 
 class Publishing:
@@ -54,13 +65,24 @@ class Publishing:
         self._limit = int(link.hello["max_frame"]) - ROOM
         self._batch = min(FRAME_BYTES, self._limit)
 
-    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Send messages; returns once the owner has accepted every one."""
+    def publish(self, queue: str, envelopes: Sequence[Envelope]) -> asyncio.Future[list[Sent]]:
+        """Send messages with this turn's others; done once the owner has accepted every one."""
         self._link.check()
-        if not envelopes:
-            await self._link.request(wire.PUBLISH, wire.encode_publish(queue, ()))
-            return []
         encoded = [wire.encode_envelope(item) for item in envelopes]
+        if sum(map(len, encoded)) > self._limit:
+            self._check_sizes(queue, envelopes, encoded)
+        future: asyncio.Future[list[Sent]] = self._loop.create_future()
+        gathered = self._gathered
+        if not gathered:
+            self._loop.call_soon(self._flush)
+        call = _Call(queue, envelopes, future)
+        if queue in gathered:
+            gathered[queue].append((call, encoded))
+        else:
+            gathered[queue] = [(call, encoded)]
+        return future
+
+    def _check_sizes(self, queue: str, envelopes: Sequence[Envelope], encoded: list[bytes]) -> None:
         for item, data in zip(envelopes, encoded, strict=True):
             if len(data) > self._limit:
                 raise PayloadTooLarge(
@@ -70,14 +92,6 @@ class Publishing:
                     queue=queue,
                     message_id=item.id,
                 )
-        if self._link.paused:
-            await self._link.drained()
-        future: asyncio.Future[list[Sent]] = self._loop.create_future()
-        call = _Call(queue, [item.id for item in envelopes], future)
-        if not self._gathered:
-            self._loop.call_soon(self._flush)
-        self._gathered.setdefault(queue, []).append((call, encoded))
-        return await future
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, {}
@@ -88,7 +102,7 @@ class Publishing:
             for call, encoded in calls:
                 share = 0
                 for data in encoded:
-                    if size and size + len(data) > self._batch:
+                    if batch and size + len(data) > self._batch:
                         if share:
                             shares.append((call, share))
                         self._send(queue, batch, shares)
@@ -101,18 +115,20 @@ class Publishing:
 
     def _send(self, queue: str, batch: list[bytes], shares: list[tuple[_Call, int]]) -> None:
         def answered(answer: bytes | QueueError) -> None:
-            outcome = _outcomes(answer, len(batch))
+            positions: list[int | None] = []
+            outcomes: Sequence[int | QueueError | None]
+            if isinstance(answer, QueueError):
+                outcomes = _failures(answer, len(batch))
+            else:
+                outcomes = positions = wire.decode_positions(answer)
             at = 0
             for call, share in shares:
-                begin = len(call.results)
-                ids = call.ids[begin : begin + share]
-                call.fill(
-                    [
-                        Sent(id, item) if not isinstance(item, QueueError) else item
-                        for id, item in zip(ids, outcome[at : at + share], strict=True)
-                    ]
-                )
-                at += share
+                end = at + share
+                if positions and share == len(call.envelopes):
+                    call.done(positions[at:end])
+                else:
+                    call.fill(outcomes[at:end])
+                at = end
 
         try:
             self._link.ask(wire.PUBLISH, wire.encode_publish(queue, batch), answered)
@@ -120,13 +136,12 @@ class Publishing:
             answered(error)
 
 
-def _outcomes(answer: bytes | QueueError, count: int) -> Sequence[int | QueueError | None]:
-    """A position or an error for each message of a frame."""
-    if isinstance(answer, PartialSend):
-        return [item if isinstance(item, QueueError) else item.position for item in answer.results]
-    if isinstance(answer, QueueError):
-        return [answer] * count
-    return wire.decode_positions(answer)
+def _failures(error: QueueError, count: int) -> Sequence[int | QueueError | None]:
+    """A position or an error for each message of a frame that was not accepted whole."""
+    if isinstance(error, PartialSend):
+        return [item if isinstance(item, QueueError) else item.position for item in error.results]
+    error.located(operation="publish")
+    return [error] * count
 
 
 def _partial(queue: str, results: list[Sent | QueueError], failed: list[QueueError]) -> PartialSend:

@@ -174,7 +174,7 @@ class Frames:
 
 def encode_envelope(item: Envelope) -> bytes:
     """One message as it stands in a frame, one after the other."""
-    id, key, headers, body = item.id.encode("utf-8", "surrogatepass"), b"", b"", item.body
+    id, key, headers, body = _bytes(item.id), b"", b"", item.body
     flags, priority, due, expires = 0, 0, 0.0, 0.0
     if item.priority is not None:
         flags, priority = RANKED, item.priority
@@ -182,7 +182,7 @@ def encode_envelope(item: Envelope) -> bytes:
             priority = FARTHEST
     if item.key is not None:
         flags |= KEYED
-        key = item.key.encode("utf-8", "surrogatepass")
+        key = _bytes(item.key)
     if item.not_before is not None:
         flags |= DELAYED
         due = item.not_before
@@ -201,7 +201,7 @@ def encode_envelope(item: Envelope) -> bytes:
             "numbers, and nothing is larger than 4 GiB",
             message_id=item.id,
         ) from error
-    return b"".join((head, id, key, headers, body))
+    return head + id + key + headers + body if key or headers else head + id + body
 
 
 def decode_envelopes(data: bytes, start: int = 0) -> list[Envelope]:
@@ -216,18 +216,18 @@ def decode_envelopes(data: bytes, start: int = 0) -> list[Envelope]:
 def _decode_envelope(data: bytes, start: int) -> tuple[Envelope, int]:
     try:
         flags, priority, due, expires, attempt, *lengths = _unpack_envelope(data, start)
-        at_id = start + ENVELOPE.size
-        at_key = at_id + lengths[0]
-        at_headers = at_key + lengths[1]
-        at_body = at_headers + lengths[2]
-        end = at_body + lengths[3]
+        id_bytes, key_bytes, header_bytes, body_bytes = lengths
+        at_key = start + ENVELOPE.size + id_bytes
+        at_headers = at_key + key_bytes
+        at_body = at_headers + header_bytes
+        end = at_body + body_bytes
         if end > len(data):
             raise WireError("a message shorter than its own parts")
         return Envelope(
-            str(data[at_id:at_key], "utf-8", "surrogatepass"),
+            _text(data[at_key - id_bytes : at_key]),
             data[at_body:end],
-            _decode_headers(data[at_headers:at_body]) if lengths[2] else {},
-            str(data[at_key:at_headers], "utf-8", "surrogatepass") if flags & KEYED else None,
+            _decode_headers(data[at_headers:at_body]) if header_bytes else {},
+            _text(data[at_key:at_headers]) if flags & KEYED else None,
             priority if flags & RANKED else None,
             due if flags & DELAYED else None,
             expires if flags & EXPIRING else None,
@@ -260,7 +260,7 @@ def _decode_headers(data: bytes) -> dict[str, str]:
 
 def encode_publish(queue: str, envelopes: Iterable[bytes]) -> bytes:
     """Encoded messages for one queue."""
-    name = queue.encode("utf-8", "surrogatepass")
+    name = _bytes(queue)
     return b"".join((LENGTH.pack(len(name)), name, *envelopes))
 
 
@@ -403,8 +403,19 @@ def _unpack(layout: struct.Struct, body: bytes, at: int) -> tuple[Any, ...]:
         raise WireError(f"a frame shorter than its own parts: {error}") from error
 
 
+def _bytes(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a character: a name that the owner will refuse, or not
+        return text.encode("utf-8", "surrogatepass")
+
+
 def _text(data: bytes) -> str:
     try:
-        return str(data, "utf-8", "surrogatepass")
+        return data.decode()
+    except UnicodeDecodeError:
+        pass
+    try:
+        return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise WireError(f"no text: {error!r}") from error
