@@ -186,7 +186,6 @@ class SocketSubscription:
         for delivery in self._hand_out(len(self._arrived)):
             item = _release(delivery, 0.0, count_attempt=False)
             self._begin(item).add_done_callback(_retrieve)
-            self._leases.pop(item.receipt, None)
 
     async def stop(self) -> None:
         """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
@@ -223,7 +222,6 @@ class SocketSubscription:
         try:
             await self._begin(item)
         except (AckDeadlineExceeded, MessageNotFound) as error:
-            self._leases.pop(item.receipt, None)
             error.located(queue=delivery.queue, message_id=delivery.envelope.id)
             raise
         except BackendUnavailable as error:
@@ -235,9 +233,6 @@ class SocketSubscription:
                 message_id=delivery.envelope.id,
                 cause=error.cause,
             ) from error.cause
-        if item.what != wire.EXTEND:
-            # Not before: while the owner has not heard of it, the lease must not run out.
-            self._leases.pop(item.receipt, None)
 
     def _begin(self, item: wire.Settling) -> asyncio.Future[None]:
         """Settle with whatever else this turn of the loop settles."""
@@ -256,13 +251,17 @@ class SocketSubscription:
         def answered(answer: bytes | QueueError) -> None:
             timer.cancel()
             failures = {} if isinstance(answer, QueueError) else decode_failures(answer)
-            for place, (_, future) in enumerate(settling):
-                if not future.done():
-                    error = answer if isinstance(answer, QueueError) else failures.get(place)
-                    if error is None:
-                        future.set_result(None)
-                    else:
-                        future.set_exception(error)
+            for place, (item, future) in enumerate(settling):
+                error = answer if isinstance(answer, QueueError) else failures.get(place)
+                if _is_over(item, error):
+                    # Not before: while the owner has not heard of it, the lease must not end.
+                    self._leases.pop(item.receipt, None)
+                if future.done():
+                    continue
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
 
         silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
         timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
@@ -286,6 +285,13 @@ def _receipt(delivery: Delivery) -> int:
 def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> wire.Settling:
     headers = dict(delivery.envelope.headers)
     return wire.Settling(wire.RELEASE, _receipt(delivery), delay, count_attempt, headers)
+
+
+def _is_over(item: wire.Settling, error: QueueError | None) -> bool:
+    """Whether there is no lease any more after this answer."""
+    if error is None:
+        return item.what != wire.EXTEND
+    return isinstance(error, AckDeadlineExceeded | MessageNotFound)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
