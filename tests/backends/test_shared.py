@@ -18,10 +18,10 @@ import pytest
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
 from qkit.backends.native import NativeBackend
 from qkit.backends.shared import SharedBackend
-from qkit.errors import BackendUnavailable, ConfigError, SubscriptionLost
+from qkit.errors import BackendUnavailable, ConfigError, LogLocked, SubscriptionLost
 from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
-from tests.support.sharer import Locked, LockedEngine, share
+from tests.support.sharer import share
 
 ROOT = Path(__file__).parent.parent.parent
 TAKEOVER = 3.0  # seconds, at most
@@ -132,7 +132,7 @@ async def test_calls_wait_a_little_for_an_owner_and_then_say_so(directory: Path)
 
 
 async def test_an_owner_that_never_answers_fails_the_start(directory: Path) -> None:
-    engine = LockedEngine(directory)
+    engine = await Engine.open(directory)
     backend = share(directory, start_timeout=0.2)
     with pytest.raises(BackendUnavailable, match=r"did not answer within 0\.2 s"):
         await backend.start()
@@ -149,27 +149,27 @@ async def test_what_cannot_be_opened_fails_the_start_and_lets_the_directory_go(
     backend = share(directory)
     with pytest.raises(ConfigError, match="symbolic link"):
         await backend.start()
-    await LockedEngine(directory).aclose()  # the lock is free
+    await (await Engine.open(directory)).aclose()  # the lock is free
 
     async def broken() -> tuple[NativeBackend, Engine]:
         raise OSError("the disk is on fire")
 
     with pytest.raises(OSError, match="fire"):
-        await SharedBackend(directory, broken, locked=Locked).start()
+        await SharedBackend(directory, broken, locked=LogLocked).start()
 
 
 async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> None:
     opening, opened = asyncio.Event(), asyncio.Event()
 
     async def own() -> tuple[NativeBackend, Engine]:
-        engine = await LockedEngine(directory).__aenter__()
+        engine = await Engine.open(directory)
         opening.set()
         await opened.wait()
         return NativeBackend(engine=engine), engine
 
     first = share(directory)
     await first.start()
-    second = SharedBackend(directory, own, locked=Locked)
+    second = SharedBackend(directory, own, locked=LogLocked)
     await second.start()
     await first.aclose()
     await asyncio.wait_for(opening.wait(), 5)
@@ -177,7 +177,7 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
     await asyncio.sleep(0.01)
     opened.set()
     await closing
-    await LockedEngine(directory).aclose()
+    await (await Engine.open(directory)).aclose()
 
 
 async def test_a_fault_while_taking_over_is_logged_and_tried_again(
@@ -187,16 +187,15 @@ async def test_a_fault_while_taking_over_is_logged_and_tried_again(
     faults = [OSError("no space"), OSError("no space")]
 
     async def own() -> tuple[NativeBackend, Engine]:
-        engine = LockedEngine(directory)
+        engine = await Engine.open(directory)
         if faults:
             await engine.aclose()
             raise faults.pop()
-        await engine.__aenter__()
         return NativeBackend(engine=engine), engine
 
     first = share(directory)
     await first.start()
-    second = SharedBackend(directory, own, locked=Locked)
+    second = SharedBackend(directory, own, locked=LogLocked)
     await second.start()
     await first.aclose()
     await until(lambda: second.owner)
@@ -276,6 +275,16 @@ def numbers(lines: list[str]) -> list[int]:
     return [int(line.split()[1]) for line in lines]
 
 
+def wait_for_all(sender: Process, consumer: Process) -> None:
+    """Everything that was accepted arrives, once the sender is dead."""
+    sender.process.wait()
+    sent = set(numbers(sender.lines("sent")))
+    deadline = time.monotonic() + 10
+    while missing := sent - set(numbers(consumer.lines("got"))):
+        assert time.monotonic() < deadline, f"accepted and lost: {sorted(missing)}"
+        time.sleep(0.01)
+
+
 @pytest.mark.slow
 def test_processes_exchange_messages_through_the_owner(run: Callable[..., Process]) -> None:
     owner = run("idle")
@@ -287,11 +296,7 @@ def test_processes_exchange_messages_through_the_owner(run: Callable[..., Proces
     sender.wait("sent", 100)
     consumer.wait("got", 100)
     sender.kill()
-    sent = set(numbers(sender.lines("sent")))
-    deadline = time.monotonic() + 5
-    while not sent <= set(numbers(consumer.lines("got"))):
-        assert time.monotonic() < deadline, "some never arrived"
-        time.sleep(0.01)
+    wait_for_all(sender, consumer)
     got = numbers(consumer.lines("got"))
     assert len(got) == len(set(got)), "each once"
 
@@ -314,13 +319,10 @@ def test_a_client_takes_over_from_a_killed_owner_and_everyone_goes_on(
     seconds = new.wait("owner") - killed
     print(f"taken over in {seconds * 1000:.0f} ms")
     assert seconds < TAKEOVER
-    last = numbers(sender.lines("sent"))[-1]
     sender.wait("sent", len(sender.lines("sent")) + 50)
-    limit = time.monotonic() + 10
-    while not [number for number in numbers(consumer.lines("got")) if number > last + 20]:
-        assert time.monotonic() < limit, "the consumer did not go on"
-        time.sleep(0.01)
     assert not sender.lines("refused"), "its sends were retried until there was an owner"
+    sender.kill()  # it may be the owner now, and then the consumer takes over
+    wait_for_all(sender, consumer)
 
 
 @pytest.mark.slow
@@ -352,8 +354,7 @@ def test_a_handler_that_blocks_its_process_for_several_leases_runs_once(
     sender.kill()
     blocked.wait("begin")
     rival = run("consume", 0.4)  # it would take whatever comes back
-    first = blocked.wait("end") - blocked.wait("begin")
-    assert first >= 1.5
+    assert blocked.wait("end") - blocked.wait("begin") > 1.2
     number = numbers(blocked.lines("end"))[0]
     time.sleep(0.5)
     assert number not in numbers(rival.lines("got"))

@@ -22,6 +22,9 @@ class TestNativeSocket(Conformance):
     column = MATRIX["native-memory"]
     virtual_time = True  # both ends are in one loop: what one writes the other can read at once
 
+    async def open(self, directory: str, clock: Clock) -> Engine:
+        return Engine(clock=clock)
+
     @pytest_asyncio.fixture
     async def clock(  # type: ignore[override]  # a fixture's arguments are pytest's business
         self, request: pytest.FixtureRequest
@@ -37,8 +40,15 @@ class TestNativeSocket(Conformance):
     async def new_backend(self, clock: Clock) -> AsyncGenerator[NewBackend, None]:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory) / "socket"
-            async with Engine(clock=clock) as engine:
+            async with await self.open(directory, clock) as engine:
                 server = SocketServer(NativeBackend(engine=engine), engine, path)
                 await server.start()
                 yield lambda: SocketBackend(path, clock=clock)
                 await server.aclose()
+
+
+class TestDurableSocket(TestNativeSocket):
+    column = MATRIX["native-durable"]
+
+    async def open(self, directory: str, clock: Clock) -> Engine:
+        return await Engine.open(directory, clock=clock)

@@ -1,58 +1,33 @@
 """Processes that share a directory: ``python -m tests.support.sharer <directory> <part> …``.
 
-The directory is locked as a durable engine would lock it, and its messages are in memory. Each
-process says which role it has, and goes on until it is killed or its input ends.
+Each process says which role it has, and goes on until it is killed or its input ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import sys
 import time
 from pathlib import Path
 
 from qkit import QueueError, QueueService, Settings, consume
-from qkit.backends.native import NativeBackend
+from qkit.backends.native import DURABLE, NativeBackend
 from qkit.backends.shared import SharedBackend
-from qkit.clock import Clock
+from qkit.errors import LogLocked
 from qkit.native import Engine
 
-__all__ = ["Locked", "LockedEngine", "share"]
-
-
-class Locked(Exception):
-    """Another process has the directory."""
-
-
-class LockedEngine(Engine):
-    """An engine in memory that holds the lock of a directory until it is closed."""
-
-    def __init__(self, directory: Path, clock: Clock | None = None) -> None:
-        super().__init__(clock=clock)
-        self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise Locked from None
-
-    async def aclose(self) -> None:
-        await super().aclose()
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
+__all__ = ["share"]
 
 
 def share(directory: Path, **options: float) -> SharedBackend:
     """A backend on a directory that is shared."""
 
     async def own() -> tuple[NativeBackend, Engine]:
-        engine = await LockedEngine(directory).__aenter__()
+        engine = await Engine.open(directory)
         return NativeBackend(engine=engine), engine
 
-    return SharedBackend(directory, own, locked=Locked, **options)  # type: ignore[arg-type]  # seconds
+    return SharedBackend(directory, own, locked=LogLocked, capabilities=DURABLE, **options)  # type: ignore[arg-type]  # seconds
 
 
 def say(*words: object) -> None:

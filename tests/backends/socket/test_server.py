@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend, NativeSubscription
+from qkit.backends.native import NativeBackend
 from qkit.backends.socket import wire
 from qkit.backends.socket.address import connect
 from qkit.backends.socket.client import SocketBackend
@@ -247,33 +247,6 @@ async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(
     assert found.envelope.attempt == 1
 
 
-class AbandoningSubscription(NativeSubscription):
-    """What the native subscription does for a consumer that is gone."""
-
-    __slots__ = ()
-
-    def abandon(self) -> None:
-        held, self._held = self._held, set()
-        for token in held:
-            self._actor.release(token, count_attempt=True)
-
-
-class AbandoningBackend(NativeBackend):
-    def subscribe(self, spec: SubscriptionSpec) -> Any:
-        made = super().subscribe(spec)
-
-        class Context:
-            async def __aenter__(self) -> NativeSubscription:
-                subscription = await made.__aenter__()
-                subscription.__class__ = AbandoningSubscription
-                return subscription
-
-            async def __aexit__(self, *args: Any) -> None:
-                await made.__aexit__(*args)
-
-        return Context()
-
-
 def crash(client: SocketBackend) -> None:
     """What the kernel does for a killed process."""
     assert client._link is not None
@@ -281,11 +254,9 @@ def crash(client: SocketBackend) -> None:
 
 
 async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path) -> None:
-    has_it = hasattr(NativeSubscription, "abandon")
-    make = NativeBackend if has_it else AbandoningBackend
     async with Engine() as engine:
         path = directory / "socket"
-        server = SocketServer(make(engine=engine), engine, path)
+        server = SocketServer(NativeBackend(engine=engine), engine, path)
         await server.start()
         client, other = SocketBackend(path), SocketBackend(path)
         await client.start()
@@ -298,28 +269,6 @@ async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path
             async with other.subscribe(spec()) as survivor, asyncio.timeout(5):
                 (found,) = await survivor.receive(1)
                 assert found.envelope.attempt == 2, "redelivered at once, and charged"
-        await other.aclose()
-        await server.aclose()
-
-
-async def test_without_more_help_the_leases_of_a_crashed_client_run_out(directory: Path) -> None:
-    if hasattr(NativeSubscription, "abandon"):
-        pytest.skip("the native subscription helps")
-    async with Engine() as engine:
-        path = directory / "socket"
-        server = SocketServer(NativeBackend(engine=engine), engine, path)
-        await server.start()
-        client, other = SocketBackend(path), SocketBackend(path)
-        await client.start()
-        await other.start()
-        await client.declare(QueueSpec(name="q", ack_deadline=0.1))
-        await client.publish("q", [Envelope("a", b"1")])
-        async with client.subscribe(spec()) as subscription:
-            await subscription.receive(1)
-            crash(client)
-            async with other.subscribe(spec()) as survivor, asyncio.timeout(5):
-                (found,) = await survivor.receive(1)
-                assert found.envelope.attempt == 2
         await other.aclose()
         await server.aclose()
 

@@ -3,28 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
-from typing import Final, Protocol, runtime_checkable
+from contextlib import AbstractAsyncContextManager
+from typing import Final, Protocol
 
-from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
+from qkit.backend import (
+    Admin,
+    Backend,
+    DeadLetterSource,
+    Delivery,
+    DroppedLetterSource,
+    Subscription,
+    SubscriptionSpec,
+)
 from qkit.backends.socket import wire
 from qkit.backends.socket.failures import encode_error
 from qkit.backends.socket.outlet import Outlet
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
-__all__ = ["Claim"]
+__all__ = ["Claim", "ServedBackend", "ServedSubscription"]
 
 FRAME_BYTES: Final = 1 << 20  # deliveries of more than this are spread over several frames
-LATE: Final = 0.5  # seconds by which a busy loop may notice the end of a lease too late
 
 
-@runtime_checkable
-class Abandons(Protocol):
+class ServedSubscription(Subscription, Protocol):
     """A subscription that can be told that its consumer is gone."""
 
-    def abandon(self) -> object:
+    def abandon(self) -> None:
         """What is held ends as if its leases ended now: the attempts stay counted."""
+        ...
+
+
+class ServedBackend(Backend, Admin, DeadLetterSource, DroppedLetterSource, Protocol):
+    """What can be served: everything that the native backend is."""
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[ServedSubscription]:
+        """As every backend does."""
         ...
 
 
@@ -95,7 +109,7 @@ class Claim:
     # Its life
 
     async def run(
-        self, backend: Backend, spec: SubscriptionSpec, opened: Callable[[], None]
+        self, backend: ServedBackend, spec: SubscriptionSpec, opened: Callable[[], None]
     ) -> None:
         """Subscribe, deliver, and leave as the client left; raises what subscribing raises."""
         try:
@@ -107,7 +121,7 @@ class Claim:
             self._subscription = None
             self.ended.set()
 
-    async def _serve(self, subscription: Subscription) -> None:
+    async def _serve(self, subscription: ServedSubscription) -> None:
         try:
             await self._deliver(subscription)
         except QueueError as error:
@@ -115,7 +129,7 @@ class Claim:
             while not self._left:  # what was delivered may still be settled, or refused
                 await self._change()
         if self._crashed:
-            await self._abandon(subscription)
+            subscription.abandon()
 
     async def _deliver(self, subscription: Subscription) -> None:
         while not self._left:
@@ -153,19 +167,6 @@ class Claim:
         if batch or not deliveries:
             body = wire.encode_deliveries(serial, batch)
             self._outlet.frame(wire.DELIVERIES, self._number, body)
-
-    async def _abandon(self, subscription: Subscription) -> None:
-        """The client crashed: its attempts stay counted, as when leases run out."""
-        if isinstance(subscription, Abandons):
-            ended = subscription.abandon()
-            if inspect.isawaitable(ended):
-                await ended
-            return
-        # Leaving would give everything back uncharged; so wait until there is nothing to give.
-        await subscription.stop()
-        leases = [delivery.lease for delivery in self._held.values() if delivery.lease is not None]
-        if leases:
-            await asyncio.sleep(max(leases) + LATE)
 
     def _look(self) -> None:
         self._changed.set()

@@ -26,7 +26,7 @@ Answer: TypeAlias = dict[str, object]
 DEFAULT_PREFETCH: Final = 1
 MAX_PREFETCH: Final = 1_000
 KEPT_FOR: Final = 60.0  # seconds for which a lease that ran out still gets its own error
-OPTIONS: Final = (
+OPTIONS: tuple[tuple[str, type[Any]], ...] = (
     ("broadcast", bool),
     ("max_depth", int),
     ("max_priority", int),
@@ -36,6 +36,7 @@ OPTIONS: Final = (
     ("dead_letter_max_depth", int),
     ("backoff", float),
     ("max_backoff", float),
+    ("balance", str),
 )
 
 

@@ -6,32 +6,21 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import asdict
-from typing import Final, Protocol
+from typing import Final
 
-from qkit.backend import (
-    Admin,
-    Backend,
-    DeadLetterSource,
-    DroppedLetterSource,
-    QueueSpec,
-    SubscriptionSpec,
-)
+from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.socket import wire
-from qkit.backends.socket.claim import FRAME_BYTES, Claim
+from qkit.backends.socket.claim import FRAME_BYTES, Claim, ServedBackend
 from qkit.backends.socket.failures import encode_error, encode_failures
 from qkit.backends.socket.outlet import Outlet
 from qkit.errors import QueueError
 from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope
 
-__all__ = ["Peer", "ServedBackend"]
+__all__ = ["Peer"]
 
 MAX_ANSWERS: Final = 256  # requests of one client under way before it is read no further
 MAX_EVENTS: Final = 4 << 20  # bytes that a client may leave unread before it misses events
-
-
-class ServedBackend(Backend, Admin, DeadLetterSource, DroppedLetterSource, Protocol):
-    """What can be served: everything that the native backend is."""
 
 
 class Peer:

@@ -13,10 +13,11 @@ from typing import Final, Protocol, cast
 
 from qkit.backends.socket import wire
 from qkit.backends.socket.address import listen, withdraw
+from qkit.backends.socket.claim import ServedBackend
 from qkit.backends.socket.commands import Commands
 from qkit.backends.socket.lines import MAX_LINE, Lines
 from qkit.backends.socket.outlet import Outlet
-from qkit.backends.socket.peer import Peer, ServedBackend
+from qkit.backends.socket.peer import Peer
 from qkit.errors import LifecycleError
 from qkit.message import DeadLetter
 from qkit.native.engine import Engine
