@@ -204,6 +204,24 @@ async def test_a_fault_while_taking_over_is_logged_and_tried_again(
     await second.aclose()
 
 
+async def test_a_declaration_that_no_longer_fits_is_logged_and_stops_nothing(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = share(directory), share(directory), share(directory)
+    for backend in (first, second, third):
+        await backend.start()
+    await second.declare(QueueSpec(name="q", max_priority=3))
+    await third.delete("q")
+    await third.declare(QueueSpec(name="q", max_priority=5))
+    await first.aclose()
+    await until(lambda: second._role is not None and third._role is not None)
+    await second.ping()
+    await third.ping()
+    assert "could not be declared again" in caplog.text
+    await third.aclose()
+    await second.aclose()
+
+
 # In processes of their own
 
 

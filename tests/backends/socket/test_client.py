@@ -6,12 +6,13 @@ import asyncio
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
-from qkit.backends.socket import claimed
+from qkit.backends.socket import claimed, wire
 from qkit.backends.socket.client import SocketBackend
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -306,3 +307,69 @@ async def test_in_a_living_loop_a_lease_that_is_not_renewed_ends(owner: Any) -> 
         assert again.envelope.attempt == 2
         with pytest.raises(AckDeadlineExceeded):
             await subscription.ack(held)
+
+
+@pytest.mark.parametrize("words", [b"\0" * 8 + b"\xff" * 8, wire.frame(99, 1), b""])
+async def test_whatever_is_no_owner_is_unavailable(directory: Path, words: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(words)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(answer, directory / "socket")
+    with pytest.raises(BackendUnavailable):
+        await asyncio.wait_for(SocketBackend(directory / "socket").start(), 5)
+    server.close()
+
+
+async def test_a_callback_that_fails_breaks_nothing(
+    owner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await owner.client()
+    heard = asyncio.Event()
+
+    def fail(letter: object) -> None:
+        heard.set()
+        raise RuntimeError("a listener's own fault")
+
+    client.on_dead_letter(fail)
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope("a", b"", expires_at=time.time() + 0.01)])
+    await asyncio.wait_for(heard.wait(), 5)
+    await client.ping()
+    assert "callback failed" in caplog.text
+
+
+async def test_sends_wait_for_an_owner_that_does_not_keep_up(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    (connection,) = owner.server._connections
+    connection._transport.pause_reading()
+    sends = [
+        asyncio.create_task(client.publish("q", [Envelope(str(n), bytes(100_000))]))
+        for n in range(20)
+    ]
+    await asyncio.sleep(0.02)
+    late = asyncio.create_task(client.publish("q", [Envelope("late", bytes(1_000_000))]))
+    await asyncio.sleep(0.02)
+    assert client._link is not None
+    assert client._link.outlet.waiting < 3_000_000, "what comes later waits outside"
+    connection._transport.resume_reading()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*sends, late)
+    assert (await client.stats("q")).depth == 21
+
+
+async def test_a_subscription_that_was_cancelled_while_it_opened_leaves_nothing(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    for passes in range(6):
+        opening = asyncio.create_task(client.subscribe(spec()).__aenter__())
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.wait({opening})
+        if not opening.cancelled():
+            await opening.result().leave()
+        await client.ping()
+    assert (await client.stats("q")).consumers == 0

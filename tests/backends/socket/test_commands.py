@@ -329,3 +329,27 @@ async def test_garbage_lines_are_answered_one_by_one(owner: Any) -> None:
         if line.strip():
             answer = await nc.line(bytes(line))
             assert set(answer) <= {"error", "id"}, answer
+
+
+async def test_closing_does_not_wait_for_a_consume_without_end(owner: Any) -> None:
+    nc = await owner.typist()
+    await nc.say("queue.create", queue="tasks")
+    waiting = asyncio.create_task(nc.say("queue.consume", queue="tasks", timeout=1_000))
+    await asyncio.sleep(0.02)
+    await asyncio.wait_for(owner.server.aclose(), 3)
+    with pytest.raises(AssertionError, match="hung up"):
+        await waiting
+
+
+async def test_who_hangs_up_while_it_waits_takes_no_message(owner: Any) -> None:
+    nc, other = await owner.typist(), await owner.typist()
+    await nc.say("queue.create", queue="tasks")
+    nc.writer.write(
+        b'{"command": "queue.consume", "payload": {"queue": "tasks", "timeout": 1000}}\n'
+    )
+    await asyncio.sleep(0.02)
+    nc.writer.transport.abort()
+    await asyncio.sleep(0.02)
+    await other.say("queue.publish", queue="tasks", message=1)
+    await asyncio.sleep(0.02)
+    assert (await other.say("queue.stats", queue="tasks"))["depth"] == 1

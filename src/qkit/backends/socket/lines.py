@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -74,11 +75,17 @@ class Lines:
                 self._outlet.close()
 
     def end_of_input(self) -> bool:
-        """Nothing more will come; true while there is something to answer."""
+        """Nothing more will come; true while there is something to answer, and somebody reads."""
         if not self._ended:
             self.feed(b"\n")  # the last line may have no end
             self._ended = True
-        return self._task is not None
+        return self._task is not None and not self._hung_up()
+
+    def _hung_up(self) -> bool:
+        """Whether both halves are closed; asyncio tells of the one that it reads."""
+        poll = select.poll()
+        poll.register(self._transport.get_extra_info("socket"), 0)
+        return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def regulate(self) -> None:
         """Read no further while the other side does not read, or waits for many answers."""
