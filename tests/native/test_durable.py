@@ -363,7 +363,6 @@ async def test_a_queue_made_anew_under_its_old_name_has_nothing_of_the_first(pla
     assert held.message_id == "1"
 
 
-@pytest.mark.xfail(strict=True, reason="its body is taken off the account twice")
 async def test_settling_what_a_deleted_queue_gave_out_disturbs_nothing(places):
     engine = await places.open()
     await engine.create("orders")
@@ -378,7 +377,6 @@ async def test_settling_what_a_deleted_queue_gave_out_disturbs_nothing(places):
     assert [item.body for item in await view(engine)] == [b"y" * 10]
 
 
-@pytest.mark.xfail(strict=True, reason="it enters a queue that is gone, and stays on the account")
 async def test_what_was_sent_to_a_queue_while_it_is_deleted_leaves_nothing_behind(tmp_path):
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
@@ -408,9 +406,6 @@ class GatedDisk(Disk):
         return super().write(fd, data, offset)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="``written`` knows what is pending, not what is on its way to the disk"
-)
 async def test_two_who_create_a_queue_at_once_may_both_rely_on_it(tmp_path):
     """The second has nothing to write, but must wait for what the first wrote."""
     disk = GatedDisk(tmp_path)

@@ -167,10 +167,6 @@ async def test_power_loss_loses_no_confirmed_send_in_10_000_states(clock):
     await lose_power(clock, SEED + 1, 10_000)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the letter's queue is declared by a record of its own, which the power may take alone",
-)
 async def test_a_message_that_died_survives_the_loss_of_its_letter_queues_declaration(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock)
@@ -189,10 +185,6 @@ async def test_a_message_that_died_survives_the_loss_of_its_letter_queues_declar
     assert [item.id for item in found] == ["1"]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="compaction takes a message out that died before its letter is synced",
-)
 async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=600)

@@ -126,14 +126,14 @@ async def test_a_cut_in_an_older_segment_is_never_taken_silently(clock):
     files, stages = await story(clock, segment_bytes=700)
     names = segments(files)
     assert len(names) >= 3
-    sent = {(item.queue, item.group, item.id) for stage in stages for item in stage.found}
+    sent = {item.id for stage in stages for item in stage.found}
     for name in names[:-1]:
         for cut in range(0, len(files[name]), 7):
             damaged = {**files, name: files[name][:cut]}
             with pytest.raises(LogDamaged, match=f"segment {int(name[:8])}"):
                 await seen(damaged, clock)
             found = await seen(damaged, clock, repair=True)
-            assert {(item.queue, item.group, item.id) for item in found} <= sent
+            assert {item.id for item in found} <= sent
             assert all(item.body == body_of(item.id)[:40] for item in found)
 
 
@@ -211,16 +211,13 @@ async def test_a_flipped_bit_is_reported_and_never_a_wrong_payload(clock, close)
         # Without a repair it opens only where a power loss could have done this.
         assert refused or not close or found == whole
         assert damage, at
-        assert found.keys() <= sent
+        assert {key[2] for key in found} <= {key[2] for key in sent}
         if not any(at in place for place in declared):
             # At most one record is gone: a message (for every group of a topic), or what became
             # of one.
             assert len({key[2] for key in whole.keys() - found.keys()}) <= 1, at
 
 
-@pytest.mark.xfail(
-    strict=True, reason="without its declaration every message of a queue is left out, silently"
-)
 async def test_a_repair_keeps_the_messages_of_a_queue_whose_declaration_is_damaged(clock):
     files, _ = await story(clock, close=True)
     data = bytearray(files[name_of(1)])
@@ -229,7 +226,9 @@ async def test_a_repair_keeps_the_messages_of_a_queue_whose_declaration_is_damag
     with pytest.raises(LogDamaged):
         await seen(damaged, clock)
     whole, found = await seen(files, clock), await seen(damaged, clock, repair=True)
-    assert {item.id for item in found} == {item.id for item in whole}
+    alive = {item.id for item in whole if not item.dead}
+    assert alive
+    assert alive <= {item.id for item in found}  # under a new name
 
 
 # Snapshots
@@ -294,10 +293,6 @@ async def test_damage_in_what_a_snapshot_covers_is_found_when_it_is_read(clock, 
     assert missing
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="what has no place in the log is taken for settled, also if its segment is unreadable",
-)
 @pytest.mark.parametrize("left", [b"", bytes(HEADER_SIZE)], ids=["empty", "no-header"])
 async def test_a_segment_that_a_snapshot_covers_is_not_lost_silently(clock, caplog, left):
     files, _ = await story(clock, segment_bytes=700, tidy=True)

@@ -22,7 +22,6 @@ from qkit.native.encode import (
     encode_publish,
     encode_release,
     encode_remove,
-    encode_take,
 )
 from qkit.native.record import (
     Ack,
@@ -36,7 +35,6 @@ from qkit.native.record import (
     RecordError,
     Release,
     Remove,
-    Take,
     decode,
 )
 
@@ -86,8 +84,7 @@ SAID = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
         (encode_release(1, 5, 2, 0.0, {"a": ""}), Release(1, 5, 2, 0.0, {"a": ""})),
         (encode_bury(1, 5, MESSAGE), Bury(1, 5, SAID)),
         (encode_fanout([(9, 4), (8, 3)], MESSAGE), Fanout(((9, 4), (8, 3)), SAID)),
-        (encode_inbox("job-1", 8), Inbox("job-1", 8)),
-        (encode_take("job-1", 8, 2**40), Take("job-1", 8, 2**40)),
+        (encode_inbox("job-1", 8, 2**40), Inbox("job-1", 8, 2**40)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, tuple) else "",
 )

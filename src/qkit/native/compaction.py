@@ -37,7 +37,6 @@ from qkit.native.record import (
     Publish,
     Release,
     Remove,
-    Take,
     decode,
 )
 
@@ -177,7 +176,7 @@ class _Filter:
             case Delete():
                 if not self._plan.first:
                     yield content, ()
-            case Inbox() | Take():
+            case Inbox():
                 yield content, ()
             case Publish():
                 raise AssertionError("dealt with before")

@@ -28,7 +28,7 @@ class DurableActor(QueueActor):
     that a crash cannot undo it awaits ``written``, or ``prepare`` for what it claimed.
     """
 
-    __slots__ = ("journal", "number")
+    __slots__ = ("gone", "journal", "number")
 
     durable: ClassVar[bool] = True
 
@@ -46,6 +46,12 @@ class DurableActor(QueueActor):
         super().__init__(name, config, manager=manager, loop=loop, group=group)
         self.journal = journal
         self.number = number
+        self.gone = False  # deleted, or the engine closed: what happens now is not told
+
+    def close(self, reason: str) -> None:
+        """Stop; what was on its way here is dropped with the queue."""
+        super().close(reason)
+        self.gone = True
 
     def restore(self, message: Recovered) -> None:
         """Take back a message that the log tells of. A lease does not outlive its engine."""
@@ -84,6 +90,9 @@ class DurableActor(QueueActor):
 
     def admit(self, now: float, arrival: Arrival, seq: int) -> int | None:
         """A message that was on its way to the disk has arrived."""
+        if self.gone:
+            self.journal.index.forget(seq)
+            return None
         body = self.journal.keep(arrival.body)
         return self.put(
             now,
@@ -159,7 +168,8 @@ class DurableActor(QueueActor):
     def ack(self, token: int) -> Stored:
         """The work is done; see ``QueueState.ack``."""
         message = super().ack(token)
-        self.journal.ack(self.number, message)
+        if not self.gone:
+            self.journal.ack(self.number, message)
         return message
 
     def release(
@@ -174,7 +184,7 @@ class DurableActor(QueueActor):
         message = self.state.lease(token)
         before = None if message is None else message.headers
         alive = super().release(token, delay, count_attempt=count_attempt, headers=headers)
-        if alive and message is not None:
+        if alive and message is not None and not self.gone:
             due = self._clock.monotonic() + delay if delay > 0 else None
             changed = headers if headers is not None and headers != (before or {}) else None
             self.journal.release(self.number, message, due, changed)
@@ -182,7 +192,7 @@ class DurableActor(QueueActor):
 
     def forget(self, messages: Sequence[Waiting]) -> None:
         """These have left the queue for good."""
-        if messages:
+        if messages and not self.gone:
             self.journal.remove(self.number, messages)
 
     def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 from qkit.errors import PayloadTooLarge
 from qkit.native.record import (
     ACK,
+    BULK,
     BURY,
     CLAIM,
     DECLARATION,
@@ -36,9 +37,7 @@ from qkit.native.record import (
     RELEASING,
     REMOVE,
     REPLACED,
-    TAKE,
     TAKEN,
-    TAKING,
     TARGETS,
     WHOSE,
     WHOSE_AT,
@@ -56,7 +55,6 @@ __all__ = [
     "encode_publish",
     "encode_release",
     "encode_remove",
-    "encode_take",
     "renumbered",
 ]
 
@@ -168,8 +166,10 @@ def encode_fanout(targets: Sequence[tuple[int, int]], publish: bytes) -> bytes:
     return _sized(head + _packed(struct.Struct("<" + "IQ" * len(targets)).pack, *flat) + publish)
 
 
-def renumbered(publish: bytes, targets: Sequence[tuple[int, int]]) -> bytes:
+def renumbered(publish: bytes, targets: Sequence[tuple[int, int]], *, bulk: bool = False) -> bytes:
     """The content of a message as one for these (queue, seq) targets, one or several.
+
+    ``bulk``: it counts only if an ``Inbox`` follows.
 
     >>> from qkit.native.record import decode
     >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
@@ -177,6 +177,8 @@ def renumbered(publish: bytes, targets: Sequence[tuple[int, int]]) -> bytes:
     """
     content = bytearray(publish)
     WHOSE.pack_into(content, WHOSE_AT, *targets[0])
+    if bulk:
+        content[1] |= BULK
     one = bytes(content)
     return one if len(targets) == 1 else encode_fanout(targets, one)
 
@@ -227,14 +229,9 @@ def encode_bury(queue: int, seq: int, letter: bytes) -> bytes:
     return _sized(_packed(ONE_SEQ.pack, BURY, queue, seq) + letter)
 
 
-def encode_take(name: str, first: int, last: int) -> bytes:
-    """The messages ``first`` to ``last``, which follow, are of the bulk file ``name``."""
-    return _packed(TAKING.pack, TAKE, first, last) + name.encode()
-
-
-def encode_inbox(name: str, first: int) -> bytes:
-    """A bulk file was taken in whole, by messages from ``first`` on."""
-    return _packed(TAKEN.pack, INBOX, first) + name.encode()
+def encode_inbox(name: str, first: int, last: int) -> bytes:
+    """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``."""
+    return _packed(TAKEN.pack, INBOX, first, last) + name.encode()
 
 
 def _packed(pack: Callable[..., bytes], *values: object) -> bytes:

@@ -138,9 +138,10 @@ class Engine:
                 for actor in self._all_actors()
                 if isinstance(actor, DurableActor)
             }
-            messages = replay.finish()
-            storage.journal.held = replay.held  # less what was left of deleted queues
-            for message in messages:
+            if replay.orphans:
+                names = ", ".join(replay.orphans)
+                logger.warning("queues whose declaration was lost have new names: %s", names)
+            for message in replay.recovered:
                 actor = actors.get(message.queue)
                 if actor is not None:
                     actor.restore(message)

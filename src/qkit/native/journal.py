@@ -24,7 +24,6 @@ from qkit.native.encode import (
     encode_publish,
     encode_release,
     encode_remove,
-    encode_take,
     renumbered,
 )
 from qkit.native.log import Log, positions
@@ -180,10 +179,21 @@ class Journal:
             state.unreserve()
             if position is not None:
                 self.index.add(seq, position)
-                kept = self.keep(body)
-                ahead = actor.put(
-                    clock.monotonic(), id, kept, headers, key, priority, due, expires, seq
-                )
+                if actor.gone:
+                    self.index.forget(seq)
+                    ahead = None
+                else:
+                    ahead = actor.put(
+                        clock.monotonic(),
+                        id,
+                        self.keep(body),
+                        headers,
+                        key,
+                        priority,
+                        due,
+                        expires,
+                        seq,
+                    )
                 if not future.done():
                     future.set_result(ahead)
             elif error is not None and not future.done():
@@ -230,8 +240,8 @@ class Journal:
         begin = self.next_seq
         try:
             async for chunk in chunks:
-                arrived += await self._take_chunk(name, chunk)
-            await self.log.append([encode_inbox(name, begin)])
+                arrived += await self._take_chunk(chunk)
+            await self.log.append([encode_inbox(name, begin, self.next_seq - 1)])
         except BaseException:
             for _, seq, _ in arrived:
                 self.index.forget(seq)
@@ -239,19 +249,18 @@ class Journal:
         return arrived
 
     async def _take_chunk(
-        self, name: str, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
+        self, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
     ) -> list[tuple[DurableActor, int, Publish]]:
         first = self.next_seq
-        contents: list[bytes] = [b""]
+        contents: list[bytes] = []
         arrived: list[tuple[DurableActor, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
-            contents.append(renumbered(content, targets))
+            contents.append(renumbered(content, targets, bulk=True))
             arrived += [
                 (actor, seq, message) for actor, (_, seq) in zip(actors, targets, strict=True)
             ]
-        contents[0] = encode_take(name, first, self.next_seq - 1)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(position: Position | None, error: StorageError | None) -> None:
@@ -261,7 +270,7 @@ class Journal:
                     future.set_exception(error)
                 return
             seq = first
-            for place, item in zip(positions(position, contents)[1:], chunk, strict=True):
+            for place, item in zip(positions(position, contents), chunk, strict=True):
                 for _ in item[0]:
                     self.index.add(seq, place)
                     seq += 1

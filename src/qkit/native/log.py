@@ -141,14 +141,14 @@ class Log:
     def generations(self) -> dict[int, int]:
         """How often each segment was rewritten: places are valid for one generation only.
 
-        Blocking, before ``recover`` as well. Raises ``LogVersion``.
+        Of one whose header cannot be read it is -1. Blocking, before ``recover`` as well. Raises
+        ``LogVersion``.
         """
         if self._tail is not None:
             return {number: self.generation(number) for number, _ in self.segments()}
         return {
-            number: header.generation
+            number: -1 if header is None else header.generation
             for number, header in self._recovery.inspect().items()
-            if header is not None
         }
 
     def generation(self, segment: int) -> int:
@@ -264,16 +264,22 @@ class Log:
         if self._tail.empty:
             return
         self._tail.full_now = True
+        await self.sync()
+
+    async def sync(self) -> None:
+        """Wait until all that was appended is on the disk, whatever the policy."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(position: Position | None, error: StorageError | None) -> None:
+            if future.done():
+                return
             if error is None:
                 future.set_result(None)
             else:
                 future.set_exception(error)
 
-        self._running().append((), done)
-        await asyncio.shield(future)
+        self._running().append((), done, force=True)
+        await future
 
     def _running(self) -> Writer:
         if self._writer is None:

@@ -31,7 +31,6 @@ __all__ = [
     "RecordError",
     "Release",
     "Remove",
-    "Take",
     "decode",
 ]
 
@@ -48,10 +47,10 @@ RELEASE: Final = 7
 BURY: Final = 8
 REMOVE: Final = 9
 INBOX: Final = 10
-TAKE: Final = 11
 
 EXTENDED: Final = 1  # PUBLISH: the rare fields follow
 KEYED: Final = 2  # PUBLISH: there is a key, perhaps an empty one
+BULK: Final = 4  # PUBLISH: of a bulk file, and counts only if its INBOX follows
 REPLACED: Final = 1  # RELEASE: headers follow, else they stay as they were
 GROUPED: Final = 1  # DECLARE: one group's share of a topic
 
@@ -65,8 +64,7 @@ ONE_SEQ: Final = struct.Struct("<BIQ")  # type, queue, seq
 ONE_CLAIM: Final = struct.Struct("<BIQI")  # type, queue, seq, attempt
 RELEASING: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
 TARGETS: Final = struct.Struct("<BH")  # type, targets
-TAKEN: Final = struct.Struct("<BQ")  # type, first seq
-TAKING: Final = struct.Struct("<BQQ")  # type, first seq, last seq
+TAKEN: Final = struct.Struct("<BQQ")  # type, first seq, last seq
 
 
 class RecordError(QueueError, ValueError):
@@ -93,7 +91,10 @@ class Delete(NamedTuple):
 
 
 class Publish(NamedTuple):
-    """A message was accepted. ``attempt`` counts deliveries so far, for logs written anew."""
+    """A message was accepted. ``attempt`` counts deliveries so far, for logs written anew.
+
+    ``bulk``: by a bulk file, so that it counts only if the ``Inbox`` of that follows.
+    """
 
     queue: int
     seq: int
@@ -106,6 +107,7 @@ class Publish(NamedTuple):
     key: str | None
     headers: dict[str, str] | None
     attempt: int
+    bulk: bool = False
 
 
 class Fanout(NamedTuple):
@@ -158,26 +160,16 @@ class Remove(NamedTuple):
     seqs: tuple[int, ...]
 
 
-class Take(NamedTuple):
-    """Messages of a bulk file follow; they count only if its ``Inbox`` follows as well."""
+class Inbox(NamedTuple):
+    """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``; never again."""
 
     name: str
     first: int
     last: int
 
 
-class Inbox(NamedTuple):
-    """A bulk file was taken in whole, by messages from ``first`` on; never again.
-
-    Those before are of an attempt that did not come to its end.
-    """
-
-    name: str
-    first: int
-
-
 Record: TypeAlias = (
-    Declare | Delete | Publish | Fanout | Claim | Ack | Release | Bury | Remove | Take | Inbox
+    Declare | Delete | Publish | Fanout | Claim | Ack | Release | Bury | Remove | Inbox
 )
 
 
@@ -197,12 +189,14 @@ def _decode_publish(content: bytes, start: int = 0) -> Publish:
     if kind != PUBLISH:
         raise RecordError(f"a record of type {kind} where a message was expected")
     position = start + MESSAGE.size
-    if not flags:
+    if not flags & EXTENDED:
         end = position + id_length
         if end > len(content):
             raise RecordError("a message shorter than its own parts")
         name = content[position:end].decode()
-        return Publish(queue, seq, name, content[end:], priority, at, 0.0, 0.0, None, None, 0)
+        return Publish(
+            queue, seq, name, content[end:], priority, at, 0.0, 0.0, None, None, 0, flags == BULK
+        )
     due, expires, attempt, key_length, header_length = MESSAGE_EXTRA.unpack_from(content, position)
     at_id = position + MESSAGE_EXTRA.size
     at_key = at_id + id_length
@@ -222,6 +216,7 @@ def _decode_publish(content: bytes, start: int = 0) -> Publish:
         content[at_key:at_headers].decode() if flags & KEYED else None,
         _unpack_headers(content[at_headers:at_body]) if header_length else None,
         attempt,
+        bool(flags & BULK),
     )
 
 
@@ -266,9 +261,9 @@ def _decode_release(content: bytes) -> Release:
     return Release(queue, seq, attempt, due, headers)
 
 
-def _decode_take(content: bytes) -> Take:
-    _, first, last = TAKING.unpack_from(content)
-    return Take(content[TAKING.size :].decode(), first, last)
+def _decode_inbox(content: bytes) -> Inbox:
+    _, first, last = TAKEN.unpack_from(content)
+    return Inbox(content[TAKEN.size :].decode(), first, last)
 
 
 def _decode_bury(content: bytes) -> Bury:
@@ -286,6 +281,5 @@ _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
     RELEASE: _decode_release,
     BURY: _decode_bury,
     REMOVE: lambda content: Remove(*_decode_seqs(content)),
-    INBOX: lambda content: Inbox(content[TAKEN.size :].decode(), TAKEN.unpack_from(content)[1]),
-    TAKE: _decode_take,
+    INBOX: _decode_inbox,
 }

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from qkit.native.encode import (
+    encode_claim,
+    encode_declare,
+    encode_inbox,
+    encode_publish,
+    renumbered,
+)
 from qkit.native.index import Index
 from qkit.native.record import (
     Ack,
@@ -16,7 +23,6 @@ from qkit.native.record import (
     Publish,
     Release,
     Remove,
-    Take,
     decode,
 )
 from qkit.native.recovery import Entry
@@ -56,6 +62,22 @@ class Recovered:
         self.attempt = record.attempt
         self.held = False  # a consumer had it when the log ends
 
+    def encode(self) -> bytes:
+        """Its record, without the body."""
+        return encode_publish(
+            self.queue,
+            self.seq,
+            self.id,
+            b"",
+            priority=self.priority,
+            at=self.at,
+            due=self.due,
+            expires=self.expires,
+            key=self.key,
+            headers=self.headers,
+            attempt=self.attempt,
+        )
+
 
 class Replay:
     """What a log says, record by record; records about unknown messages say nothing.
@@ -68,12 +90,15 @@ class Replay:
         self.index = Index()
         self.queues: dict[int, Declare] = {}
         self.messages: dict[int, Recovered] = {}
-        self.taken: dict[str, int] = {}  # bulk files and the first message of each, in order
+        self.taken: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
+        self.orphans: list[str] = []  # names given to queues without one
+        self.recovered: list[Recovered] = []
         self.held = 0  # bytes of bodies in memory
         self.last_queue = 0
         self.last_seq = 0
         self.records = 0
-        self._taking: dict[str, list[tuple[int, int]]] = {}
+        self._deleted: set[int] = set()
+        self._bulk: dict[int, Recovered] = {}  # of bulk files that may not have come to their end
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Follow the log from where it was left."""
@@ -99,8 +124,7 @@ class Replay:
                         if record.headers is not None:
                             message.headers = record.headers or None
                 case Bury():
-                    self._forget(record.seq)
-                    self._publish(record.letter, record.letter.queue, record.letter.seq)
+                    self._bury(record)
                     index.add(record.letter.seq, position)
                 case Fanout():
                     for queue, seq in record.targets:
@@ -111,12 +135,10 @@ class Replay:
                     self.last_queue = max(self.last_queue, record.queue)
                 case Delete():
                     self.queues.pop(record.queue, None)
-                case Take():
-                    ranges = self._taking.setdefault(record.name, [])
-                    ranges.append((record.first, record.last))
+                    self._deleted.add(record.queue)
+                    self.last_queue = max(self.last_queue, record.queue)
                 case Inbox():
-                    self.taken[record.name] = record.first
-                    self._void(record.name, record.first)
+                    self._take(record)
 
     def load(self, contents: Iterable[bytes]) -> None:
         """Take over what a snapshot tells, of messages that are still in the log.
@@ -128,65 +150,86 @@ class Replay:
             match record:
                 case Publish():
                     if self.index.find(record.seq) is not None:
-                        message = Recovered(record, record.queue, record.seq, None)
-                        self.messages[record.seq] = message
+                        found = Recovered(record, record.queue, record.seq, None)
+                        (self._bulk if record.bulk else self.messages)[record.seq] = found
                 case Claim():
-                    if (message := self.messages.get(record.seqs[0])) is not None:  # type: ignore[assignment]
+                    if (message := self.messages.get(record.seqs[0])) is not None:
                         message.held = True
                 case Declare():
                     self.queues[record.queue] = record
                 case Inbox():
-                    self.taken[record.name] = record.first
-                case Take():
-                    ranges = self._taking.setdefault(record.name, [])
-                    ranges.append((record.first, record.last))
+                    self.taken[record.name] = (record.first, record.last)
                 case _:
                     raise AssertionError(record)
 
-    def unfinished(self) -> Iterator[tuple[str, int, int]]:
-        """Bulk files of which only a part was taken in so far."""
-        for name, ranges in self._taking.items():
-            for first, last in ranges:
-                yield name, first, last
-
-    def _void(self, name: str, first: float = float("inf")) -> None:
-        """What was taken in of a bulk file before message ``first`` does not count."""
-        for start, last in self._taking.pop(name, ()):
-            if start < first:
-                for seq in range(start, last + 1):
-                    self._forget(seq)
+    def contents(self) -> Iterator[bytes]:
+        """What a snapshot has to tell so that ``load`` knows what was read."""
+        for number, queue in self.queues.items():
+            yield encode_declare(number, queue.name, queue.group, queue.config)
+        for name, (first, last) in self.taken.items():
+            yield encode_inbox(name, first, last)
+        for message in self.messages.values():
+            if message.queue not in self._deleted:
+                yield message.encode()
+                if message.held:
+                    yield encode_claim(message.queue, [message.seq], [message.attempt])
+        for message in self._bulk.values():
+            whose = [(message.queue, message.seq)]
+            yield renumbered(message.encode(), whose, bulk=True)
 
     def _publish(self, record: Publish, queue: int, seq: int) -> None:
         self.last_seq = max(self.last_seq, seq)
-        if queue not in self.queues:
-            return  # deleted since, and its declaration is not in the log any more
         body: bytes | None = record.body
         if self.held + len(record.body) > self.limit:
             body = None
         else:
             self.held += len(record.body)
-        self.messages[seq] = Recovered(record, queue, seq, body)
+        message = Recovered(record, queue, seq, body)
+        (self._bulk if record.bulk else self.messages)[seq] = message
+
+    def _bury(self, record: Bury) -> None:
+        """Nothing has happened if the letter's queue is unknown: the message is still there.
+
+        Its declaration and this record may both be among the last writes, of which a power loss
+        keeps any.
+        """
+        letter = record.letter
+        self.last_seq = max(self.last_seq, letter.seq)
+        if letter.queue in self.queues:
+            self._forget(record.seq)
+            self._publish(letter, letter.queue, letter.seq)
+
+    def _take(self, record: Inbox) -> None:
+        self.taken[record.name] = (record.first, record.last)
+        for seq in [seq for seq in self._bulk if record.first <= seq <= record.last]:
+            self.messages[seq] = self._bulk.pop(seq)
 
     def _forget(self, seq: int) -> None:
-        message = self.messages.pop(seq, None)
+        message = self.messages.pop(seq, None) or self._bulk.pop(seq, None)
         if message is not None:
             self.index.forget(seq)
             if message.body is not None:
                 self.held -= len(message.body)
 
-    def finish(self) -> list[Recovered]:
-        """The messages that there are, in the order of the log.
+    def finish(self) -> None:
+        """The log has come to its end: ``recovered`` are the messages that there are, in order.
 
-        Those of deleted queues go, and those of bulk files that were not taken in whole.
+        Those of deleted queues go, and those of bulk files that were not taken in whole. Queues
+        that nobody declared nor deleted lost their declaration to damage that was repaired: they
+        get a name, and are noted in ``orphans``.
         """
-        for name in list(self._taking):
-            self._void(name)
-        queues = self.queues
+        for seq in list(self._bulk):
+            self._forget(seq)
         for seq, message in list(self.messages.items()):
-            if message.queue not in queues:
+            if message.queue in self._deleted and message.queue not in self.queues:
                 self._forget(seq)
+            elif message.queue not in self.queues:
+                name = f"recovered-{message.queue}"
+                self.queues[message.queue] = Declare(message.queue, name, None, {})
+                self.orphans.append(name)
+        self.last_queue = max((self.last_queue, *self.queues))
         self.index.agree(self.messages)
-        return [self.messages[seq] for seq in sorted(self.messages)]
+        self.recovered = [self.messages[seq] for seq in sorted(self.messages)]
 
 
 def messages_in(content: bytes) -> list[int]:

@@ -20,13 +20,6 @@ from zlib import crc32
 
 from qkit.errors import Damage, LogVersion
 from qkit.native.disk import Disk
-from qkit.native.encode import (
-    encode_claim,
-    encode_declare,
-    encode_inbox,
-    encode_publish,
-    encode_take,
-)
 from qkit.native.index import SegmentIndex
 from qkit.native.log import Log
 from qkit.native.replay import Replay, messages_in
@@ -83,36 +76,9 @@ def _body(log: Log, replay: Replay, numbers: list[int]) -> Iterator[bytes]:
         yield _SEGMENT.pack(segment.number, log.generation(segment.number), len(segment))
         yield _little(segment.seqs).tobytes()
         yield _little(segment.offsets).tobytes()
-    for content in _contents(replay):
+    for content in replay.contents():
         yield _LENGTH.pack(len(content))
         yield content
-
-
-def _contents(replay: Replay) -> Iterator[bytes]:
-    for number, queue in replay.queues.items():
-        yield encode_declare(number, queue.name, queue.group, queue.config)
-    for name, first in replay.taken.items():
-        yield encode_inbox(name, first)
-    for name, first, last in replay.unfinished():
-        yield encode_take(name, first, last)
-    for seq, message in replay.messages.items():
-        if message.queue not in replay.queues:
-            continue
-        yield encode_publish(
-            message.queue,
-            seq,
-            message.id,
-            b"",
-            priority=message.priority,
-            at=message.at,
-            due=message.due,
-            expires=message.expires,
-            key=message.key,
-            headers=message.headers,
-            attempt=message.attempt,
-        )
-        if message.held:
-            yield encode_claim(message.queue, [seq], [message.attempt])
 
 
 def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
@@ -121,6 +87,8 @@ def read_snapshot(log: Log, replay: Replay, damage: list[Damage]) -> int:
     One that cannot be used is noted in ``damage``. Raises ``LogVersion`` for another format.
     """
     disk, generations = log.disk, log.generations()
+    if any(generation < 0 for generation in generations.values()):
+        return 0  # a replay of the whole log says what is damaged
     numbers = [int(match[1]) for match in map(_NAME.fullmatch, disk.names()) if match]
     for number in sorted(numbers, reverse=True):
         data = _whole(disk, number, log.id)

@@ -114,6 +114,7 @@ class Storage:
         self._covered = read_snapshot(self.log, replay, self._damage)
         start = (self._covered + 1, 0) if self._covered else None
         replay.read(self.log.recover(start))
+        replay.finish()
         return replay
 
     def start(
@@ -219,6 +220,9 @@ class Storage:
         )
         for run in runs:
             planned = plan(run, index, self._queues(), first=run[0] == oldest)
+            # What became of the messages that are taken out (a dead letter, say) must not be lost
+            # when they are.
+            await self.log.sync()
             compacted = await self._in_thread(compact, self.log, planned)
             await self._in_thread(self.log.install, compacted.rewrite)
             self._switch(planned, compacted)

@@ -45,6 +45,7 @@ def read_only(error: OSError, operation: str) -> ReadOnly:
 class _Group(NamedTuple):
     batches: list[_Batch]
     sync: bool  # somebody waits for the sync
+    force: bool  # whatever the policy
     written: list[asyncio.Future[None]]  # of those who wait for the write alone
 
 
@@ -76,7 +77,8 @@ class Writer:
         self._always_inline = inline
         self._inline = inline or fsync == "never"
         self._pending: list[_Batch] = []
-        self._pending_sync = False
+        self._pending_sync = self._pending_force = False
+        self._current: _Group | None = None  # on its way
         self._pending_written: list[asyncio.Future[None]] = []
         self._busy = False  # a group is on its way, or about to leave
         self._closed = False
@@ -90,12 +92,17 @@ class Writer:
 
     # In the loop's thread
 
-    def append(self, contents: Sequence[bytes], done: Done) -> None:
-        """Add a batch, confirmed when it is as safe as the policy says; see ``Log.append``."""
+    def append(self, contents: Sequence[bytes], done: Done, *, force: bool = False) -> None:
+        """Add a batch, confirmed when it is as safe as the policy says; see ``Log.append``.
+
+        ``force``: when it is on the disk, whatever the policy says.
+        """
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
         self._pending.append((contents, done, False))
         self._pending_sync = True
+        if force:
+            self._pending_force = True
         if not self._busy:
             self._busy = True
             self._loop.call_soon(self._send)
@@ -113,10 +120,11 @@ class Writer:
         """What comes true when everything added so far is written; ``None`` if it is."""
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
-        if not self._pending:
+        group = self._current
+        if not self._pending and group is None:
             return None
         future: asyncio.Future[None] = self._loop.create_future()
-        self._pending_written.append(future)
+        (self._pending_written if self._pending or group is None else group.written).append(future)
         return future
 
     def _refusal(self) -> Exception:
@@ -129,7 +137,8 @@ class Writer:
             self._busy = False
             return
         group = self._take()
-        if self._inline and (self._always_inline or not self._tail.full):
+        self._current = group
+        if self._inline and (self._always_inline or not (group.force or self._tail.full)):
             outcomes = self._write_group(group, one_run=not self._always_inline)
             rest = group.batches[sum(len(outcome.batches) for outcome in outcomes) :]
             if not rest:
@@ -141,12 +150,16 @@ class Writer:
         self._queue.put(group)
 
     def _take(self) -> _Group:
-        group = _Group(self._pending, self._pending_sync, self._pending_written)
-        self._pending, self._pending_sync, self._pending_written = [], False, []
+        group = _Group(
+            self._pending, self._pending_sync, self._pending_force, self._pending_written
+        )
+        self._pending, self._pending_written = [], []
+        self._pending_sync = self._pending_force = False
         self.owed = 0
         return group
 
     def _answer(self, group: _Group, outcomes: list[_Outcome]) -> None:
+        self._current = None
         error = self._resolve(outcomes)
         _settle(group.written, error)
         if self.owed and not self._pending_sync:
@@ -280,7 +293,7 @@ class Writer:
         self, group: _Group, run: list[_Batch], positions: list[Position]
     ) -> OSError | None:
         """Sync what was written if somebody waits for it, else see to it that it will be."""
-        if self._fsync != "always" or not group.sync:
+        if not (group.force or (self._fsync == "always" and group.sync)):
             if self._fsync != "never" and self._sync_at == float("inf"):
                 self._sync_at = time.monotonic() + self._interval
             return None
