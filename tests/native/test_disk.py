@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -161,4 +162,15 @@ def test_a_read_that_comes_in_parts_is_put_together(tmp_path, monkeypatch):
     assert disk.read(fd, 100, 5) == b"56789"
     assert disk.read(fd, 100, 50) == b""
     disk.close_file(fd)
+    disk.close()
+
+
+def test_threads_that_list_it_at_once_each_see_all(tmp_path: Path) -> None:
+    disk = Disk(tmp_path / "data")
+    names = {f"{number:08}.seg" for number in range(300)}
+    for name in names:
+        disk.close_file(disk.create(name))
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: disk.names(), range(400)):
+            assert set(found) == names
     disk.close()

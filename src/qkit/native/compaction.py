@@ -116,6 +116,7 @@ def compact(log: Log, plan: Plan) -> Compacted:
 
     def contents() -> Iterator[bytes]:
         for number in plan.segments:
+            filtering.enter(number)
             for entry in log.entries(number):
                 for content, seqs in filtering.keep(entry.content):
                     kept.append(seqs)
@@ -136,9 +137,11 @@ class _Filter:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._oldest = plan.segments[0]
-        self._wanted: set[int] = set()
-        for number in plan.segments:
-            self._wanted |= plan.index[number].survivors(plan.flags[number])
+        self._wanted: set[int] = set()  # in this segment: a crash may have left some in two
+
+    def enter(self, number: int) -> None:
+        """What follows is of this segment."""
+        self._wanted = self._plan.index[number].survivors(self._plan.flags[number])
 
     def keep(self, content: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
         """What stays of a record, with the messages it holds."""
@@ -222,6 +225,7 @@ def replaced(old: Sequence[SegmentIndex], plan: Plan, compacted: Compacted) -> S
     alive = bytearray()
     for segment in old:
         alive += bytes(compress(segment.alive, plan.flags[segment.number]))
+    assert len(alive) == len(new)
     new.alive = alive
     new.live = sum(alive)
     return new

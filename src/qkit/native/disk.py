@@ -99,8 +99,16 @@ class Disk:
     # Files in ``log``
 
     def names(self) -> list[str]:
-        """What is there, in no order."""
-        return os.listdir(self._log)  # noqa: PTH208  a path would be looked up anew
+        """What is there, in no order.
+
+        By a descriptor of its own: threads that list the same one share its place in the
+        directory, and each would see a part.
+        """
+        fd = os.open(".", os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._log)
+        try:
+            return os.listdir(fd)  # noqa: PTH208  a path would be looked up anew
+        finally:
+            os.close(fd)
 
     def open(self, name: str) -> int:
         """Open a file for reading and writing."""

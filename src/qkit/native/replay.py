@@ -97,7 +97,7 @@ class Replay:
         self.last_queue = 0
         self.last_seq = 0
         self.records = 0
-        self._deleted: set[int] = set()
+        self._deleted: dict[int, int] = {}  # queues, and the last message before that
         self._bulk: dict[int, Recovered] = {}  # of bulk files that may not have come to their end
 
     def read(self, entries: Iterable[Entry]) -> None:
@@ -135,7 +135,7 @@ class Replay:
                     self.last_queue = max(self.last_queue, record.queue)
                 case Delete():
                     self.queues.pop(record.queue, None)
-                    self._deleted.add(record.queue)
+                    self._deleted[record.queue] = self.last_seq
                     self.last_queue = max(self.last_queue, record.queue)
                 case Inbox():
                     self._take(record)
@@ -169,7 +169,7 @@ class Replay:
         for name, (first, last) in self.taken.items():
             yield encode_inbox(name, first, last)
         for message in self.messages.values():
-            if message.queue not in self._deleted:
+            if message.seq > self._deleted.get(message.queue, 0):
                 yield message.encode()
                 if message.held:
                     yield encode_claim(message.queue, [message.seq], [message.attempt])
@@ -221,7 +221,7 @@ class Replay:
         for seq in list(self._bulk):
             self._forget(seq)
         for seq, message in list(self.messages.items()):
-            if message.queue in self._deleted and message.queue not in self.queues:
+            if seq <= self._deleted.get(message.queue, 0):
                 self._forget(seq)
             elif message.queue not in self.queues:
                 name = f"recovered-{message.queue}"
