@@ -6,21 +6,20 @@ import asyncio
 
 import pytest
 
-from qkit.deadlines import Deadlines
+from qkit.deadlines import Deadline, Deadlines
 from qkit.testing.clock import VirtualClock
 
 
 async def wait(deadlines: Deadlines, clock: VirtualClock, seconds: float) -> float | None:
     """When the wait expired, or ``None`` if it did not."""
-    scope = deadlines.begin()
+    deadline = Deadline(deadlines)
     try:
-        async with scope:
+        with deadline:
             await asyncio.sleep(seconds)
     except TimeoutError:
-        assert scope.expired()
+        assert deadline.expired
         return clock.monotonic()
-    finally:
-        deadlines.end(scope)
+    assert not deadline.expired
     return None
 
 
@@ -50,7 +49,7 @@ async def test_one_timer_serves_them_all_and_none_is_left(clock: VirtualClock) -
     assert deadlines._timer is not None
     await clock.advance(11)
     assert deadlines._timer is None
-    assert not deadlines._open
+    assert not deadlines.open
 
 
 async def test_a_cancelled_wait_is_cancelled_and_not_expired(clock: VirtualClock) -> None:
@@ -60,4 +59,26 @@ async def test_a_cancelled_wait_is_cancelled_and_not_expired(clock: VirtualClock
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert not deadlines._open
+    assert not deadlines.open
+
+
+async def test_who_is_cancelled_and_late_at_once_is_cancelled(clock: VirtualClock) -> None:
+    deadlines = Deadlines(10)
+    waiting = asyncio.ensure_future(wait(deadlines, clock, 60))
+    await asyncio.sleep(0)
+    (deadline,) = deadlines.open
+    deadline.expire()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_task_that_a_deadline_cancelled_is_not_left_cancelled(clock: VirtualClock) -> None:
+    deadlines = Deadlines(10)
+    with Deadline(deadlines) as deadline, pytest.raises(asyncio.CancelledError):
+        await asyncio.sleep(60)  # swallowed: then there is nothing to raise
+    assert deadline.expired
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    assert await wait(deadlines, clock, 60) is not None

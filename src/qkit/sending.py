@@ -12,11 +12,11 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple, Unpack
 
 from qkit.backend import Backend
 from qkit.breaker import CircuitBreaker
-from qkit.deadlines import Deadlines
+from qkit.deadlines import Deadline, Deadlines
 from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError, SendTimeout
 from qkit.health import Connection
 from qkit.logs import logger
@@ -26,6 +26,7 @@ from qkit.retry import Backoff, persist
 __all__ = ["Sender"]
 
 R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 
 MAX_GATHERED = 1_000
 
@@ -51,8 +52,8 @@ class Sender:
         self._backoff = backoff
         self._outboxes: dict[str, _Outbox] = {}
         self._deadlines = Deadlines(timeout)
-        self._active = 0  # sends and round trips that have not ended
-        self._idle = asyncio.Event()
+        self._active = 0  # sends and flushes that have not ended
+        self._idle: asyncio.Event | None = None  # somebody waits for the end of all of them
 
     async def send(
         self,
@@ -68,21 +69,23 @@ class Sender:
         Raises ``SendTimeout`` after the deadline, ``CircuitOpen`` at once while the breaker is
         open, ``PartialSend`` when only some were accepted, or what the backend said.
         """
+        outbox = self._outboxes.get(queue)
+        if outbox is None:
+            outbox = self._outboxes[queue] = _Outbox(self, queue)
         failures: list[QueueError] = []
-        scope = self._deadlines.begin()
         pending = [] if prepare is None else [prepare]
         self.begin()
         try:
-            async with scope:
+            with self.deadline() as deadline:
                 try:
-                    return await self._attempt(queue, envelopes, scope, pending)
+                    return await outbox.send(envelopes, deadline, pending)
                 except CircuitOpen:
                     raise
                 except BackendUnavailable as error:
                     self._note(queue, error, failures)
                 await asyncio.sleep(self._backoff.after(1))
                 return await persist(
-                    lambda: self._attempt(queue, envelopes, scope, pending),
+                    lambda: outbox.send(envelopes, deadline, pending),
                     backoff=self._backoff,
                     note=lambda error: self._note(queue, error, failures),
                 )
@@ -91,7 +94,7 @@ class Sender:
                 raise error from failures[-1]
             raise
         except TimeoutError:
-            if not scope.expired():
+            if not deadline.expired:
                 raise
             raise SendTimeout(
                 f"no confirmation within {self.timeout:g} s; "
@@ -107,11 +110,11 @@ class Sender:
                 message_id=_only_id(envelopes),
             ) from (failures[-1] if failures else None)
         finally:
-            self._deadlines.end(scope)
             self.end()
 
     async def drain(self) -> None:
         """Wait until nothing is on its way out any more, for as long as a send may take."""
+        self._idle = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
                 while self._active:
@@ -128,8 +131,21 @@ class Sender:
     def end(self) -> None:
         """It has arrived, or will not."""
         self._active -= 1
-        if not self._active:
+        if self._idle is not None and not self._active:
             self._idle.set()
+
+    def deadline(self) -> Deadline:
+        """What bounds a round trip."""
+        return Deadline(self._deadlines)
+
+    def locate(self, error: QueueError, queue: str, envelopes: Sequence[Envelope]) -> None:
+        """Say in an error where it happened."""
+        error.located(
+            backend=self._backend.name,
+            operation="send",
+            queue=queue,
+            message_id=_only_id(envelopes),
+        )
 
     def _note(self, queue: str, error: QueueError, failures: list[QueueError]) -> None:
         failures.append(error)
@@ -140,47 +156,28 @@ class Sender:
             extra={"queue": queue, "attempt": len(failures), "error": str(error)},
         )
 
-    async def _attempt(
-        self,
-        queue: str,
-        envelopes: Sequence[Envelope],
-        scope: asyncio.Timeout,
-        pending: list[Callable[[], Awaitable[None]]],
-    ) -> list[Sent]:
-        try:
-            while pending:
-                probe = self.breaker.admit()
-                await self._judge(pending[0](), scope, probe=probe)
-                pending.pop()  # once: done again it would touch no broker, yet count as an answer
-            outbox = self._outboxes.get(queue)
-            if outbox is None:
-                outbox = self._outboxes[queue] = _Outbox(self, queue)
-            return await outbox.publish(envelopes, scope)
-        except QueueError as error:
-            error.located(
-                backend=self._backend.name,
-                operation="send",
-                queue=queue,
-                message_id=_only_id(envelopes),
-            )
-            raise
-
     async def publish(
-        self, queue: str, envelopes: Sequence[Envelope], scope: asyncio.Timeout
+        self, queue: str, envelopes: Sequence[Envelope], deadline: Deadline
     ) -> list[Sent]:
-        """One round trip, unless the circuit is open; ``scope`` is its deadline."""
-        probe = self.breaker.admit()
-        sent = await self._judge(self._backend.publish(queue, envelopes), scope, probe=probe)
+        """One round trip, unless the circuit is open."""
+        sent = await self.ask(deadline, self._backend.publish, queue, envelopes)
         self._connection.carried()
         return sent
 
-    async def _judge(self, call: Awaitable[R], scope: asyncio.Timeout, *, probe: bool) -> R:
-        """Await a call to the backend; what it says about the connection is counted here, once.
+    async def ask(
+        self,
+        deadline: Deadline,
+        call: Callable[[Unpack[Arguments]], Awaitable[R]],
+        *arguments: Unpack[Arguments],
+    ) -> R:
+        """Call the backend, unless the circuit is open.
 
-        Not for each sender: a hundred that shared a round trip met one failure.
+        What the answer says about the connection is counted here, once. Not for each sender: a
+        hundred that shared a round trip met one failure.
         """
+        probe = self.breaker.admit()
         try:
-            result = await call
+            result = await call(*arguments)
         except BackendUnavailable as error:
             self.breaker.failed(probe=probe)
             self._connection.failed(error)
@@ -190,7 +187,7 @@ class Sender:
             self._connection.worked()
             raise
         except BaseException:
-            if scope.expired():  # the broker took the message and fell silent
+            if deadline.expired:  # the broker took the message and fell silent
                 self.breaker.failed(probe=probe)
                 self._connection.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
             else:
@@ -211,19 +208,32 @@ class _Outbox:
         self._waiting: deque[_Waiting] = deque()
         self.task: asyncio.Task[None] | None = None
 
-    async def publish(self, envelopes: Sequence[Envelope], scope: asyncio.Timeout) -> list[Sent]:
-        if self._busy:
-            self._sender.breaker.check()
-            future: asyncio.Future[list[Sent]] = asyncio.get_running_loop().create_future()
-            self._waiting.append((envelopes, future))
-            return await future
-        self._busy = True
+    async def send(
+        self,
+        envelopes: Sequence[Envelope],
+        deadline: Deadline,
+        pending: list[Callable[[], Awaitable[None]]],
+    ) -> list[Sent]:
+        """One try: at once if nothing is on its way to this queue, else with the next group."""
         try:
-            return await self._sender.publish(self._queue, envelopes, scope)
-        finally:
-            self._busy = False
-            if self._waiting:
-                self._flush_soon()
+            while pending:
+                await self._sender.ask(deadline, pending[0])
+                pending.pop()  # once: done again it would touch no broker, yet count as an answer
+            if self._busy:
+                self._sender.breaker.check()
+                future: asyncio.Future[list[Sent]] = asyncio.get_running_loop().create_future()
+                self._waiting.append((envelopes, future))
+                return await future
+            self._busy = True
+            try:
+                return await self._sender.publish(self._queue, envelopes, deadline)
+            finally:
+                self._busy = False
+                if self._waiting:
+                    self._flush_soon()
+        except QueueError as error:
+            self._sender.locate(error, self._queue, envelopes)
+            raise
 
     def _flush_soon(self) -> None:
         self._busy = True
@@ -234,29 +244,29 @@ class _Outbox:
         """Send what has gathered, until nothing more has."""
         try:
             while group := self._next_group():
-                # Each sender has a deadline of its own, but a backend that never answers must
-                # not hold up those who come later.
-                scope = asyncio.timeout(self._sender.timeout)
-                try:
-                    async with scope:
-                        sent: list[Sent | QueueError] = list(
-                            await self._sender.publish(
-                                self._queue,
-                                [item for envelopes, _ in group for item in envelopes],
-                                scope,
-                            )
-                        )
-                except PartialSend as error:
-                    sent = error.results
-                except Exception as error:
-                    if not scope.expired():  # else so has the deadline of each of them
-                        _fail(group, error)
-                    continue
-                _share_out(group, sent)
+                await self._send_group(group)
         finally:
             self._busy = False
             self.task = None
             self._sender.end()
+
+    async def _send_group(self, group: list[_Waiting]) -> None:
+        # Each sender has a deadline of its own, but a backend that never answers must not hold up
+        # those who come later.
+        deadline = self._sender.deadline()
+        sent: list[Sent | QueueError] = []
+        try:
+            with deadline:
+                sent += await self._sender.publish(
+                    self._queue, [item for envelopes, _ in group for item in envelopes], deadline
+                )
+        except PartialSend as error:
+            sent = error.results
+        except Exception as error:
+            if not deadline.expired:  # else so has the deadline of each of them
+                _fail(group, error)
+            return
+        _share_out(group, sent)
 
     def _next_group(self) -> list[_Waiting]:
         size = 0
