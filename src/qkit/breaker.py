@@ -60,9 +60,11 @@ class CircuitBreaker:
 
     def admit(self) -> bool:
         """Pass, or raise ``CircuitOpen``; in half-open one caller passes: the probe, hence true."""
+        if self._opened_at is None:
+            return False
         self.check()
-        self._probing = self._opened_at is not None
-        return self._probing
+        self._probing = True
+        return True
 
     def succeeded(self) -> None:
         """The connection works: close the circuit."""

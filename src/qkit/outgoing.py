@@ -38,22 +38,28 @@ class SendOptions(TypedDict, total=False):
     """Facts beside the body, for handlers and other programs."""
 
 
-def make_envelope(
+def make_envelope(route: Route, body: object, clock: Clock, options: SendOptions) -> Envelope:
+    """Check everything and encode the body; raises before anything has left the process."""
+    data, headers = route.codec.encode(body)
+    envelope = Envelope(new_id(), data, headers)
+    if options or route.ttl is not None:
+        _apply(envelope, route, clock, **options)
+    return envelope
+
+
+def _apply(
+    envelope: Envelope,
     route: Route,
-    body: object,
     clock: Clock,
     *,
-    can_delay: bool,
-    can_expire: bool = True,
     priority: int | None = None,
     delay: float | None = None,
     ttl: float | None = None,
     key: str | None = None,
     headers: Mapping[str, str] | None = None,
-) -> Envelope:
-    """Check everything and encode the body; raises before anything has left the process."""
-    data, added = route.codec.encode(body)
-    envelope = Envelope(new_id(), data, added if headers is None else _headers(headers, added))
+) -> None:
+    if headers is not None:
+        envelope.headers = _headers(headers, envelope.headers)
     if priority is not None:
         envelope.priority = _priority(route, priority)
     if key is not None:
@@ -65,14 +71,7 @@ def make_envelope(
         envelope.key = key
     ttl = route.ttl if ttl is None else ttl
     if delay is not None or ttl is not None:
-        if ttl is not None and not can_expire:
-            raise Unsupported(
-                f"{route.name!r}: this backend cannot expire a message; leave ttl out",
-                operation="send",
-                queue=route.name,
-            )
-        _schedule(envelope, route, clock, delay, ttl, can_delay=can_delay)
-    return envelope
+        _schedule(envelope, route, clock, delay, ttl)
 
 
 def _headers(given: Mapping[str, str], added: dict[str, str]) -> dict[str, str]:
@@ -114,17 +113,17 @@ def _priority(route: Route, priority: int) -> int:
 
 
 def _schedule(
-    envelope: Envelope,
-    route: Route,
-    clock: Clock,
-    delay: float | None,
-    ttl: float | None,
-    *,
-    can_delay: bool,
+    envelope: Envelope, route: Route, clock: Clock, delay: float | None, ttl: float | None
 ) -> None:
+    if ttl is not None and not route.can_expire:
+        raise Unsupported(
+            f"{route.name!r}: this backend cannot expire a message; leave ttl out",
+            operation="send",
+            queue=route.name,
+        )
     _check_seconds("delay", delay, zero=True)
     _check_seconds("ttl", ttl, zero=False)
-    if delay and not can_delay:
+    if delay and not route.can_delay:
         raise Unsupported(
             f"{route.name!r}: this backend cannot delay a message; send it when it is due",
             operation="send",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, cast
 
 from qkit.backend import Backend
-from qkit.channels import Channel, name_of
+from qkit.channels import Channel
 from qkit.clock import Clock
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.message import Envelope, Sent
@@ -47,8 +47,6 @@ class Producer:
         self._sender = sender
         self._telemetry = telemetry
         self._ready = ready
-        self._can_delay = bool(backend.capabilities.delay)
-        self._can_expire = bool(backend.capabilities.ttl)
         self._declaring = asyncio.Lock()
 
     async def send(self, channel: Channel[T] | str, body: object, options: SendOptions) -> Sent:
@@ -139,14 +137,7 @@ class Producer:
         if options:
             _check_options(options)
         try:
-            return make_envelope(
-                route,
-                body,
-                self._clock,
-                can_delay=self._can_delay,
-                can_expire=self._can_expire,
-                **options,
-            )
+            return make_envelope(route, body, self._clock, options)
         except QueueError as error:
             error.located(backend=self._backend.name, operation="send", queue=route.name)
             raise
@@ -154,17 +145,16 @@ class Producer:
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
         """The channel's route; the wrong verb is refused."""
         self._ready(verb)
-        name = name_of(channel)
-        route = self._routes.get(name) if isinstance(name, str) else None
-        if route is None or isinstance(channel, Channel):
+        route = self._routes.get(channel) if isinstance(channel, str) else None
+        if route is None:
             route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
         if route.broadcast is not (verb == "publish"):
             kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
             raise Unsupported(
-                f"{name!r} is a {kind}: use service.{right}(…)",
+                f"{route.name!r} is a {kind}: use service.{right}(…)",
                 backend=self._backend.name,
                 operation=verb,
-                queue=name,
+                queue=route.name,
             )
         return route
 

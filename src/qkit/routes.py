@@ -44,6 +44,8 @@ class Route:
     ordered: bool
     ttl: float | None
     max_priority: int | None
+    can_delay: bool
+    can_expire: bool
     codec: Codec[object]
     policy: RetryPolicy
     middleware: tuple[Middleware, ...]
@@ -53,6 +55,8 @@ class Route:
     spec: QueueSpec
     counters: ChannelCounters
     declared: bool = False
+    heard: Channel[object] | None = None
+    """The declaration that last asked for it: it says nothing new when it asks again."""
 
 
 class Routes:
@@ -86,11 +90,12 @@ class Routes:
     def of(self, channel: Channel[object]) -> Route:
         """The route of a channel, built from all that was declared about it."""
         route = self._routes.get(channel.name)
-        known = self._registry.channels.get(channel.name)
-        if route is None or known is not channel:
+        if route is None or route.heard is not channel:
+            known = self._registry.channels.get(channel.name)
             declared = self._registry.declare(channel)
             if route is None or declared is not known:  # it said something new
                 route = self._routes[channel.name] = self._build(declared)
+            route.heard = channel
         return route
 
     def codec(self, body_type: object) -> Codec[object]:
@@ -167,6 +172,8 @@ class Routes:
             ordered=ordered,
             ttl=options.get("ttl"),
             max_priority=max_priority,
+            can_delay=bool(self._can.delay),
+            can_expire=bool(self._can.ttl),
             codec=self.codec(self._registry.body_type(name)),
             policy=policy,
             middleware=(*self._middleware, *options.get("middleware", ())),

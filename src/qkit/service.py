@@ -676,7 +676,7 @@ class QueueService:
         return self._administration
 
     def _require_sending(self, operation: str) -> None:
-        if self._state != "stopping":  # a handler may send while the service drains
+        if self._state not in ("running", "stopping"):  # a handler may send while it drains
             self._require(operation, "running")
 
     def _require(self, operation: str, state: State) -> None:

@@ -40,11 +40,7 @@ class Telemetry:
     def __init__(self, backend: str) -> None:
         self._system = _SYSTEMS.get(backend, backend)
         self._tracer: Tracer | None = None
-
-    @property
-    def enabled(self) -> bool:
-        """Whether spans are made; look here first on a hot path."""
-        return self._tracer is not None
+        self.enabled = False  # whether spans are made; look here first on a hot path
 
     def start(self) -> None:
         """Take the tracer provider that the program has set, if any."""
@@ -52,6 +48,7 @@ class Telemetry:
             from opentelemetry import trace
 
             self._tracer = trace.get_tracer("qkit")
+            self.enabled = True
 
     def sending(
         self, channel: str, envelopes: Sequence[Envelope]
