@@ -1,4 +1,4 @@
-"""One timer for many waits of equal length.
+"""Waits that can be cut short, by hand or by one timer for many of equal length.
 
 ``asyncio.timeout`` arms and cancels a timer for each use, which costs as much as all the rest of a
 send inside the process. Waits of one length end in the order in which they began, so one timer,
@@ -8,10 +8,11 @@ for the oldest, is enough.
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Deadline", "Deadlines"]
+__all__ = ["Deadline", "Deadlines", "Scope"]
 
 
 class Deadlines:
@@ -20,15 +21,12 @@ class Deadlines:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.open: dict[Deadline, None] = {}  # in the order of their ends
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
+    @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop they run in; asking asyncio each time would cost as much as the rest."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-        return self._loop
+        """Their loop; kept, since before Python 3.12 each look for it is a call of the system."""
+        return asyncio.get_running_loop()
 
     def arm(self) -> None:
         """See to it that the timer runs, unless nothing is open."""
@@ -46,8 +44,44 @@ class Deadlines:
         self.arm()
 
 
-class Deadline:
-    """One such time-out, for ``with``: raises ``TimeoutError`` as ``asyncio.timeout`` does.
+class Scope:
+    """What a task does within ``with``, which ``expire`` cuts short: it raises ``TimeoutError``.
+
+    As ``asyncio.timeout(None)`` does, without asking asyncio for the task and its loop each time.
+    """
+
+    __slots__ = ("_cancelling", "_task", "expired")
+
+    def __init__(self, task: asyncio.Task[object]) -> None:
+        self.expired = False
+        self._task = task
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        self._cancelling = self._task.cancelling()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End; raises ``TimeoutError`` if it was cut short and nobody else cancelled the task."""
+        if self.expired:
+            left = self._task.uncancel()
+            if left <= self._cancelling and kind is asyncio.CancelledError:
+                raise TimeoutError from error
+
+    def expire(self) -> None:
+        """Cut it short."""
+        if not self.expired:
+            self.expired = True
+            self._task.cancel()
+
+
+class Deadline(Scope):
+    """A scope of the running task that expires when its time is up.
 
     >>> async def main() -> None:
     ...     try:
@@ -59,21 +93,20 @@ class Deadline:
     expired: True
     """
 
-    __slots__ = ("_cancelling", "_deadlines", "_task", "end", "expired")
+    __slots__ = ("_deadlines", "end")
 
     def __init__(self, deadlines: Deadlines) -> None:
-        self._deadlines = deadlines
+        task = asyncio.current_task(deadlines.loop)
+        assert task is not None, "a deadline cancels its task, so there must be one"
         self.expired = False
+        self._task = task
+        self._deadlines = deadlines
 
     def __enter__(self) -> Self:
-        """Begin; inside a task only."""
+        """Begin."""
+        self._cancelling = self._task.cancelling()
         deadlines = self._deadlines
-        loop = deadlines.loop
-        task = asyncio.current_task(loop)
-        assert task is not None, "a deadline cancels its task"
-        self._task = task
-        self._cancelling = task.cancelling()
-        self.end = loop.time() + deadlines.seconds
+        self.end = deadlines.loop.time() + deadlines.seconds
         deadlines.open[self] = None
         if len(deadlines.open) == 1:
             deadlines.arm()
@@ -85,14 +118,13 @@ class Deadline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """The wait is over. If time is up, and nobody else cancelled the task: ``TimeoutError``."""
-        if not self.expired:
+        """End, perhaps with ``TimeoutError``."""
+        if self.expired:
+            super().__exit__(kind, error, traceback)
+        else:
             del self._deadlines.open[self]
-        elif self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
-            raise TimeoutError from error
 
     def expire(self) -> None:
         """Time is up."""
-        self.expired = True
-        del self._deadlines.open[self]
-        self._task.cancel()
+        self._deadlines.open.pop(self, None)
+        super().expire()

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -317,12 +317,13 @@ class _Ids:
     def reseed(self) -> None:
         """Forget the past; a forked child must not go on with its parent's numbers."""
         self._lock = threading.Lock()
+        self._chances = _chances()
         self._now = self._begin(0)
 
     def _begin(self, millisecond: int) -> tuple[int, str, itertools.count[int]]:
         # 12 random bits, the variant's digit, 28 more, and 32 that count up from a random start
         # with room for two thousand million above it.
-        chance = int.from_bytes(os.urandom(9))
+        chance = next(self._chances)
         beginning = f"{millisecond:012x}7{chance & 0xFFF:03x}8{chance >> 12 & 0xFFF_FFFF:07x}"
         return millisecond, beginning, itertools.count(chance >> 40 & 0x7FFF_FFFF)
 
@@ -335,6 +336,14 @@ class _Ids:
                     self._now = self._begin(now)
                 _, beginning, counter = self._now
         return f"{beginning}{next(counter):08x}"
+
+
+def _chances() -> Iterator[int]:
+    """Random numbers of 72 bits; asking the system for each would cost more than an id does."""
+    while True:
+        block = os.urandom(9 * 100)
+        for start in range(0, len(block), 9):
+            yield int.from_bytes(block[start : start + 9])
 
 
 _ids = _Ids()
