@@ -31,6 +31,7 @@ class Intake:
         # The first of a lane is offered, running or withdrawn; the others wait for its end.
         self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
         self._parked: deque[asyncio.Future[None]] = deque()
+        self._loop = asyncio.get_running_loop()
         self._closed = False
 
     @property
@@ -45,25 +46,33 @@ class Intake:
 
     def take(self, deliveries: Iterable[Delivery]) -> None:
         """Hold these deliveries and offer them to the workers."""
-        for delivery in deliveries:
-            job = Job(delivery)
-            self.held.add(job)
-            key = delivery.envelope.key
-            if self._lanes is None or key is None:
-                self._offer(job)
-            elif key in self._lanes:
-                self._lanes[key].append(job)
-            else:
-                self._lanes[key] = deque([job])
-                self._offer(job)
+        jobs = [Job(delivery) for delivery in deliveries]
+        self.held.update(jobs)
+        self._offer(jobs if self._lanes is None else [job for job in jobs if self._leads(job)])
+
+    def _leads(self, job: Job) -> bool:
+        """Line up in the lane of its key; whether it is the first there, or has no key."""
+        key = job.delivery.envelope.key
+        if self._lanes is None or key is None:
+            return True
+        lane = self._lanes.setdefault(key, deque())
+        lane.append(job)
+        return len(lane) == 1
+
+    def pop(self) -> Job | None:
+        """The next delivery to handle, if there is one now."""
+        if not self._ready:
+            return None
+        job = self._ready.popleft()
+        if not self._ready:
+            self._drained()
+        return job
 
     async def next(self) -> Job | None:
         """The next delivery to handle, held back until there is one; ``None`` when closed."""
-        while not self._ready:
-            if self._closed:
-                return None
+        while (job := self.pop()) is None and not self._closed:
             await self._park()
-        return self._pop()
+        return job
 
     async def next_batch(self, size: int, wait: float) -> list[Job]:
         """Up to ``size`` deliveries, gathered for ``wait`` seconds after the first.
@@ -76,8 +85,9 @@ class Intake:
             try:
                 async with asyncio.timeout(wait):
                     while 0 < len(batch) < size and not self._closed:
-                        if self._ready:
-                            batch.append(self._pop())
+                        job = self.pop()
+                        if job is not None:
+                            batch.append(job)
                         else:
                             await self._park()
             except TimeoutError:
@@ -92,15 +102,15 @@ class Intake:
     def finish(self, job: Job) -> None:
         """The delivery is settled, or no longer ours: free its slot, and its lane for the next."""
         self.held.discard(job)
-        key = job.delivery.envelope.key
-        if self._lanes is None or key is None:
+        if self._lanes is None:
             return
-        lane = self._lanes.get(key)
+        key = job.delivery.envelope.key
+        lane = self._lanes.get(key) if key is not None else None
         if not lane or lane[0] is not job:
             return  # withdrawn from further back, while the first may still be running
         lane.popleft()
         if lane:
-            self._offer(lane[0])
+            self._offer([lane[0]])
         else:
             del self._lanes[key]
 
@@ -124,15 +134,10 @@ class Intake:
         while self._parked:
             self._wake()
 
-    def _pop(self) -> Job:
-        job = self._ready.popleft()
-        if not self._ready:
-            self._drained()
-        return job
-
-    def _offer(self, job: Job) -> None:
-        self._ready.append(job)
-        self._wake()
+    def _offer(self, jobs: list[Job]) -> None:
+        self._ready.extend(jobs)
+        for _ in range(min(len(jobs), len(self._parked))):
+            self._wake()
 
     def _wake(self) -> None:
         while self._parked:
@@ -142,7 +147,7 @@ class Intake:
                 return
 
     async def _park(self) -> None:
-        parked = asyncio.get_running_loop().create_future()
+        parked = self._loop.create_future()
         self._parked.append(parked)
         try:
             await parked

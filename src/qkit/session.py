@@ -7,6 +7,7 @@ import contextvars
 from typing import TYPE_CHECKING
 
 from qkit.backend import Subscription
+from qkit.deadlines import Scope
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 from qkit.executor import ABANDON, DONE, Job, Outcome, Pause
 from qkit.intake import Intake
@@ -29,15 +30,15 @@ class Session:
         self._executor = consumer.executor
         self._settlement = consumer.settlement
         self._counters = consumer.counters
-        self._room = asyncio.Event()  # the fetcher should look again
-        self._starved = False  # it waits for that
+        self._loop = asyncio.get_running_loop()
+        self._room: asyncio.Future[None] | None = None  # the fetcher waits for free slots
+        self._receiving: Scope | None = None  # or for deliveries
         self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
         self._holding = asyncio.Event()  # there are leases to renew
-        self._receiving: asyncio.Timeout | None = None
         self._over = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
-        self._abandoned = asyncio.get_running_loop().create_future()
+        self._abandoned = self._loop.create_future()
 
     @property
     def settling(self) -> bool:
@@ -118,9 +119,9 @@ class Session:
         self._take_back()
         if self._consumer.stopping:
             self._over.set()
-        self._room.set()
-        if self._receiving is not None and not self._receiving.expired():
-            self._receiving.reschedule(asyncio.get_running_loop().time())
+        self._make_room()
+        if self._receiving is not None:
+            self._receiving.expire()
 
     def abandon(self) -> int:
         """Cancel every running handler; return how many."""
@@ -140,21 +141,22 @@ class Session:
     # -- fetching ----------------------------------------------------------------------------
 
     async def _fetch(self) -> None:
-        while not self._consumer.stopping:
-            await self._give_back()
+        consumer, task = self._consumer, _current_task()
+        while not consumer.stopping:
+            if self._withdrawn:
+                await self._give_back()
             limit = self._free()
-            if limit <= 0 or self._consumer.quiet:
-                self._room.clear()
-                self._starved = True
-                await self._room.wait()
-                self._starved = False
+            if limit <= 0 or consumer.quiet:
+                self._room = self._loop.create_future()
+                await self._room
                 continue
-            self._consumer.last_poll_at = self._consumer.clock.time()
+            consumer.last_poll_at = consumer.clock.time()
+            self._receiving = Scope(task)
             try:
-                async with asyncio.timeout(None) as self._receiving:
+                with self._receiving:
                     deliveries = await self._subscription.receive(limit)
             except TimeoutError:
-                if self._receiving is None or not self._receiving.expired():
+                if not self._receiving.expired:
                     raise
                 continue  # interrupted; receive is safe to cancel
             finally:
@@ -188,14 +190,20 @@ class Session:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self._starved and self._free() > 0:
-            self._room.set()
+        if self._room is not None and self._free() > 0:
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Let the fetcher look, if it waits for free slots."""
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        self._room = None
 
     # -- working -----------------------------------------------------------------------------
 
     async def _work(self, context: contextvars.Context) -> None:
-        task = _current_task()
-        while (job := await self._intake.next()) is not None:
+        intake, task = self._intake, _current_task()
+        while (job := intake.pop() or await intake.next()) is not None:
             if job.lost:
                 self._let_go(job)
                 continue
