@@ -15,7 +15,7 @@ SRC = Path(__file__).parent.parent / "src" / "qkit"
 ORDER = [
     ["errors", "clock"],
     ["message", "logs"],
-    ["backend", "_compression", "_config_words", "_config_rules", "_config_sources"],
+    ["backend", "_compression", "_dumping", "_config_words", "_config_rules", "_config_sources"],
     ["config", "codec", "matrix"],
     ["native"],
     ["backends"],

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, Vali
 from pydantic_core import to_json as dump_any_json
 
 from qkit._compression import check_size, compress, decompress
+from qkit._dumping import refusing
 from qkit.errors import ConfigError, DecodeError, InvalidBody
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE
 
@@ -68,6 +69,7 @@ class Codec(Generic[T]):
         "_class",
         "_compress",
         "_dump",
+        "_dump_exact",
         "_exact",
         "_max_bytes",
         "_may_hold_nan",
@@ -116,18 +118,18 @@ class Codec(Generic[T]):
         adapter = _adapter(Any if untyped else bytes if self._raw else type_)
         self._validate_json = cast("Callable[[bytes], T]", adapter.validator.validate_json)
         self._validate = _as_it_is if untyped else adapter.validator.validate_python
-        # round_trip: what is written must be valid input. "error": pydantic would only warn of a
-        # field that was set to something else behind its back, but asking for it costs 1.3 µs, so
-        # models that refuse such a change themselves are spared.
-        config = cast("Mapping[str, object]", getattr(type_, "model_config", {}))
-        guarded = config.get("frozen") or config.get("validate_assignment")
-        self._dump: Callable[[object], bytes] = _dump_any
-        if not untyped:
-            to_json = partial(adapter.serializer.to_json, by_alias=True, round_trip=True)
-            self._dump = to_json if guarded else partial(to_json, warnings="error")
+        # round_trip: what is written must be valid input. "error": a field that was set to
+        # something else behind pydantic's back would only make it warn.
+        to_json = adapter.serializer.to_json
+        self._dump = (
+            _dump_any
+            if untyped
+            else partial(to_json, by_alias=True, round_trip=True, warnings="error")
+        )
         # An instance of exactly this model was validated when it was made: it is only dumped. A
         # plain dataclass never was, so its fields are validated here.
         self._exact = type_ if hasattr(type_, "__pydantic_serializer__") else None
+        self._dump_exact = refusing(to_json)
         self._class = type_ if is_dataclass(type_) else self._exact
         floats, modes = _float_modes(adapter.core_schema)
         self._may_hold_nan = untyped or (floats and modes != {"strings"})
@@ -157,7 +159,7 @@ class Codec(Generic[T]):
         checked: object = value
         if type(value) is self._exact:
             try:
-                body = self._dump(value)
+                body = self._dump_exact(value)
             except Exception:
                 body = None  # said below, outside, so that this error is not that one's context
         elif self._takes_bytes and isinstance(value, _RAW):

@@ -321,21 +321,25 @@ class _Ids:
         self._now = self._begin(0)
 
     def _begin(self, millisecond: int) -> tuple[int, str, itertools.count[int]]:
-        # 12 random bits, the variant's digit, 28 more, and 32 that count up from a random start
-        # with room for two thousand million above it.
+        """The end of this millisecond in nanoseconds, what its ids begin with, and their counter.
+
+        12 random bits, the variant's digit, 28 more, and 32 that count up from a random start: of
+        eight digits always, and with room for over a thousand million above it.
+        """
         chance = next(self._chances)
         beginning = f"{millisecond:012x}7{chance & 0xFFF:03x}8{chance >> 12 & 0xFFF_FFFF:07x}"
-        return millisecond, beginning, itertools.count(chance >> 40 & 0x7FFF_FFFF)
+        start = 0x1000_0000 + (chance >> 40 & 0x7FFF_FFFF)
+        return (millisecond + 1) * 1_000_000, beginning, itertools.count(start)
 
     def next(self, time_ns: Callable[[], int] = time.time_ns) -> str:
-        now = time_ns() // 1_000_000
-        current, beginning, counter = self._now
-        if now > current:
+        now = time_ns()
+        end, beginning, counter = self._now
+        if now >= end:
             with self._lock:
-                if now > self._now[0]:
-                    self._now = self._begin(now)
+                if now >= self._now[0]:
+                    self._now = self._begin(now // 1_000_000)
                 _, beginning, counter = self._now
-        return f"{beginning}{next(counter):08x}"
+        return f"{beginning}{next(counter):x}"
 
 
 def _chances() -> Iterator[int]:

@@ -47,7 +47,7 @@ class Sender:
     ) -> None:
         self.breaker = breaker
         self.timeout = timeout
-        self._backend = backend
+        self.backend = backend
         self._connection = connection
         self._backoff = backoff
         self._outboxes: dict[str, _Outbox] = {}
@@ -78,17 +78,21 @@ class Sender:
         try:
             with self.deadline() as deadline:
                 try:
-                    return await outbox.send(envelopes, deadline, pending)
+                    sent = await outbox.send(envelopes, deadline, pending)
                 except CircuitOpen:
                     raise
                 except BackendUnavailable as error:
                     self._note(queue, error, failures)
-                await asyncio.sleep(self._backoff.after(1))
-                return await persist(
-                    lambda: outbox.send(envelopes, deadline, pending),
-                    backoff=self._backoff,
-                    note=lambda error: self._note(queue, error, failures),
-                )
+                    sent = None
+                if sent is None:
+                    await asyncio.sleep(self._backoff.after(1))
+                    sent = await persist(
+                        lambda: outbox.send(envelopes, deadline, pending),
+                        backoff=self._backoff,
+                        note=lambda error: self._note(queue, error, failures),
+                    )
+                self._connection.carried()
+                return sent
         except CircuitOpen as error:
             if failures:  # its own tries were among those that opened the circuit
                 raise error from failures[-1]
@@ -104,7 +108,7 @@ class Sender:
                     else "the message may or may not have arrived: send it again if a duplicate "
                     "does no harm"
                 ),
-                backend=self._backend.name,
+                backend=self.backend.name,
                 operation="send",
                 queue=queue,
                 message_id=_only_id(envelopes),
@@ -141,7 +145,7 @@ class Sender:
     def locate(self, error: QueueError, queue: str, envelopes: Sequence[Envelope]) -> None:
         """Say in an error where it happened."""
         error.located(
-            backend=self._backend.name,
+            backend=self.backend.name,
             operation="send",
             queue=queue,
             message_id=_only_id(envelopes),
@@ -155,14 +159,6 @@ class Sender:
             error.message,
             extra={"queue": queue, "attempt": len(failures), "error": str(error)},
         )
-
-    async def publish(
-        self, queue: str, envelopes: Sequence[Envelope], deadline: Deadline
-    ) -> list[Sent]:
-        """One round trip, unless the circuit is open."""
-        sent = await self.ask(deadline, self._backend.publish, queue, envelopes)
-        self._connection.carried()
-        return sent
 
     async def ask(
         self,
@@ -203,6 +199,8 @@ class _Outbox:
 
     def __init__(self, sender: Sender, queue: str) -> None:
         self._sender = sender
+        self._ask = sender.ask
+        self._publish = sender.backend.publish
         self._queue = queue
         self._busy = False
         self._waiting: deque[_Waiting] = deque()
@@ -217,7 +215,7 @@ class _Outbox:
         """One try: at once if nothing is on its way to this queue, else with the next group."""
         try:
             while pending:
-                await self._sender.ask(deadline, pending[0])
+                await self._ask(deadline, pending[0])
                 pending.pop()  # once: done again it would touch no broker, yet count as an answer
             if self._busy:
                 self._sender.breaker.check()
@@ -226,7 +224,7 @@ class _Outbox:
                 return await future
             self._busy = True
             try:
-                return await self._sender.publish(self._queue, envelopes, deadline)
+                return await self._ask(deadline, self._publish, self._queue, envelopes)
             finally:
                 self._busy = False
                 if self._waiting:
@@ -254,12 +252,11 @@ class _Outbox:
         # Each sender has a deadline of its own, but a backend that never answers must not hold up
         # those who come later.
         deadline = self._sender.deadline()
+        together = [item for envelopes, _ in group for item in envelopes]
         sent: list[Sent | QueueError] = []
         try:
             with deadline:
-                sent += await self._sender.publish(
-                    self._queue, [item for envelopes, _ in group for item in envelopes], deadline
-                )
+                sent += await self._ask(deadline, self._publish, self._queue, together)
         except PartialSend as error:
             sent = error.results
         except Exception as error:

@@ -1,0 +1,43 @@
+"""Dumping in which a warning of pydantic's is an error, without asking for it at each call.
+
+A model whose field was set to something else behind its back is dumped all the same, and pydantic
+only warns. It can be told to refuse, with ``warnings="error"``, but reading that word again for
+each message costs it twice as much as the message. Python refuses a warning when the registry of
+the module it is raised in is no dict, whatever the filters say; hence the one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from pydantic_core import SchemaSerializer, core_schema
+
+__all__ = ["refusing"]
+
+__warningregistry__ = ()
+
+
+def _refusing(to_json: Callable[..., bytes]) -> Callable[[object], bytes]:
+    def dump(value: object) -> bytes:
+        return to_json(value, by_alias=True, round_trip=True)
+
+    return dump
+
+
+def _works() -> bool:
+    try:
+        _refusing(SchemaSerializer(core_schema.int_schema()).to_json)("not an int")
+    except TypeError:
+        return True
+    return False
+
+
+_WORKS: Final = _works()
+
+
+def refusing(to_json: Callable[..., bytes]) -> Callable[[object], bytes]:
+    """A serializer's ``to_json`` that raises something where pydantic would warn."""
+    asking = partial(to_json, by_alias=True, round_trip=True, warnings="error")
+    return _refusing(to_json) if _WORKS else asking
