@@ -87,19 +87,21 @@ class Job:
     handler, which may outlive its call, and ``lost`` whether the lease was taken away.
     """
 
-    __slots__ = ("abandoned", "delivery", "lost", "task", "thread")
+    task: asyncio.Task[None] | None = None
+    thread: asyncio.Future[object] | None = None
+    lost = False
+    abandoned = False
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
-        self.task: asyncio.Task[None] | None = None
-        self.thread: asyncio.Future[object] | None = None
-        self.lost = False
-        self.abandoned = False
 
     @property
     def stopped(self) -> bool:
         """Whether qkit itself cancelled the handler."""
         return self.lost or self.abandoned
+
+
+Call = Callable[[Job, Envelope], Awaitable[object]]
 
 
 class _Undecodable(DecodeError):
@@ -142,26 +144,30 @@ class Executor:
         self._takes_body = handler.body is not None
         self._fillers = [_filler(param, handler) for param in handler.params]
         self._keywords = [param.name if param.keyword_only else None for param in handler.params]
-        # The common shape, a handler of the body alone, needs neither Message nor argument lists.
-        self._simple = (
-            handler.is_async
-            and not self._middleware
-            and [(param.kind, param.keyword_only) for param in handler.params] == [("body", False)]
-        )
+        self._call = self._chosen_call()
+
+    def _chosen_call(self) -> Call:
+        """How to call the handler once, with no more around it than it asks for."""
+        shape = [(param.kind, param.keyword_only) for param in self.handler.params]
+        simple = self.handler.is_async and not self._middleware and shape == [("body", False)]
+        call = self._call_simply if simple else self._call_fully
+        if self._timeout is not None:
+            call = functools.partial(self._call_in_time, call, self._timeout)
+        if self._telemetry.enabled:
+            call = functools.partial(self._call_traced, call)
+        return call
 
     async def run(self, job: Job) -> Outcome:
         """Handle one delivery and say how it ended."""
         envelope = job.delivery.envelope
         if (refused := self._refuse(envelope)) is not None:
             return refused
-        while True:
-            error = await self._attempt(job, envelope)
-            if error is None:
-                return DONE
+        while (error := await self._attempt(job, envelope)) is not None:
             outcome = self._judge(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
             await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
+        return DONE
 
     async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
         """Handle a batch in one call and say for each member how it ended.
@@ -223,11 +229,7 @@ class Executor:
     async def _attempt(self, job: Job, envelope: Envelope) -> Exception | None:
         """Call the handler once; what it raised is the answer."""
         try:
-            if self._telemetry.enabled:
-                with self._telemetry.handling(self.handler.channel, self.handler.group, [envelope]):
-                    await self._call(job, envelope)
-            else:
-                await self._call(job, envelope)
+            await self._call(job, envelope)
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
@@ -236,16 +238,19 @@ class Executor:
             return _escaped(error)
         return None
 
-    async def _call(self, job: Job, envelope: Envelope) -> None:
-        if self._simple:
-            body = self._decode(envelope.body, envelope.headers)
-            handling = cast("Awaitable[object]", self.handler.call(body))
-        else:
-            handling = self._through_middleware(job, self._message(envelope))
-        if self._timeout is None:
-            await handling
-            return
-        scope = asyncio.timeout(self._timeout)
+    def _call_simply(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+        """The common shape, an async handler of the body alone, needs no ``Message``."""
+        body = self._decode(envelope.body, envelope.headers)
+        return cast("Awaitable[object]", self.handler.call(body))
+
+    def _call_fully(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+        return self._through_middleware(job, self._message(envelope))
+
+    async def _call_in_time(
+        self, call: Call, timeout: float, job: Job, envelope: Envelope
+    ) -> None:
+        scope = asyncio.timeout(timeout)
+        handling = call(job, envelope)
         try:
             async with scope:
                 await handling
@@ -255,6 +260,10 @@ class Executor:
             raise self._timed_out(error) from error
         if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
             raise self._timed_out()
+
+    async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
+        with self._telemetry.handling(self.handler.channel, self.handler.group, [envelope]):
+            await call(job, envelope)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
         return HandlerTimeout(

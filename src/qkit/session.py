@@ -151,12 +151,12 @@ class Session:
                 await self._room
                 continue
             consumer.last_poll_at = consumer.clock.time()
-            self._receiving = Scope(task)
+            self._receiving = scope = Scope(task)
             try:
-                with self._receiving:
+                with scope:
                     deliveries = await self._subscription.receive(limit)
             except TimeoutError:
-                if not self._receiving.expired:
+                if not scope.expired:
                     raise
                 continue  # interrupted; receive is safe to cancel
             finally:
@@ -187,7 +187,8 @@ class Session:
 
     def _finish(self, job: Job) -> None:
         self._intake.finish(job)
-        self._look_again()
+        if self._room is not None:
+            self._look_again()
 
     def _look_again(self) -> None:
         if self._room is not None and self._free() > 0:
@@ -261,11 +262,11 @@ class Session:
         if job.stopped:
             while task.cancelling():
                 task.uncancel()
-        if job.lost:
-            self._let_go(job)
-            return
-        if job.abandoned and outcome is not DONE:
-            outcome = ABANDON  # however it put it, it failed because it was cancelled
+            if job.lost:
+                self._let_go(job)
+                return
+            if outcome is not DONE:
+                outcome = ABANDON  # however it put it, it failed because it was cancelled
         if outcome is DONE:
             if self._consumer.probing:
                 self._consumer.recovered()
