@@ -21,6 +21,7 @@ class Deadlines:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.open: dict[Deadline, None] = {}  # in the order of their ends
+        self.emptied: asyncio.Event | None = None  # somebody waits for that
         self._timer: asyncio.TimerHandle | None = None
 
     @cached_property
@@ -29,10 +30,11 @@ class Deadlines:
         return asyncio.get_running_loop()
 
     def arm(self) -> None:
-        """See to it that the timer runs, unless nothing is open."""
-        if self._timer is None and self.open:
-            oldest = next(iter(self.open))
-            self._timer = self.loop.call_at(oldest.end, self._fire)
+        """See to it that the timer runs, unless there is nothing to wait for."""
+        if self._timer is None:
+            oldest = next((item for item in self.open if not item.expired), None)
+            if oldest is not None:
+                self._timer = self.loop.call_at(oldest.end, self._fire)
 
     def _fire(self) -> None:
         self._timer = None
@@ -42,6 +44,13 @@ class Deadlines:
                 break
             deadline.expire()
         self.arm()
+
+    async def wait_empty(self) -> None:
+        """Wait until none is open."""
+        self.emptied = asyncio.Event()
+        while self.open:
+            self.emptied.clear()
+            await self.emptied.wait()
 
 
 class Scope:
@@ -119,12 +128,9 @@ class Deadline(Scope):
         traceback: TracebackType | None,
     ) -> None:
         """End, perhaps with ``TimeoutError``."""
+        deadlines = self._deadlines
+        del deadlines.open[self]
+        if deadlines.emptied is not None and not deadlines.open:
+            deadlines.emptied.set()
         if self.expired:
             super().__exit__(kind, error, traceback)
-        else:
-            del self._deadlines.open[self]
-
-    def expire(self) -> None:
-        """Time is up."""
-        self._deadlines.open.pop(self, None)
-        super().expire()

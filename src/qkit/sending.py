@@ -51,9 +51,7 @@ class Sender:
         self._connection = connection
         self._backoff = backoff
         self._outboxes: dict[str, _Outbox] = {}
-        self._deadlines = Deadlines(timeout)
-        self._active = 0  # sends and flushes that have not ended
-        self._idle: asyncio.Event | None = None  # somebody waits for the end of all of them
+        self.deadlines = Deadlines(timeout)
 
     async def send(
         self,
@@ -74,9 +72,9 @@ class Sender:
             outbox = self._outboxes[queue] = _Outbox(self, queue)
         failures: list[QueueError] = []
         pending = [] if prepare is None else [prepare]
-        self.begin()
+        deadline = Deadline(self.deadlines)
         try:
-            with self.deadline() as deadline:
+            with deadline:
                 try:
                     sent = await outbox.send(envelopes, deadline, pending)
                 except CircuitOpen:
@@ -113,34 +111,15 @@ class Sender:
                 queue=queue,
                 message_id=_only_id(envelopes),
             ) from (failures[-1] if failures else None)
-        finally:
-            self.end()
 
     async def drain(self) -> None:
         """Wait until nothing is on its way out any more, for as long as a send may take."""
-        self._idle = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
-                while self._active:
-                    self._idle.clear()
-                    await self._idle.wait()
+                await self.deadlines.wait_empty()
         for outbox in self._outboxes.values():
             if outbox.task is not None:
                 outbox.task.cancel()
-
-    def begin(self) -> None:
-        """Something sets out."""
-        self._active += 1
-
-    def end(self) -> None:
-        """It has arrived, or will not."""
-        self._active -= 1
-        if self._idle is not None and not self._active:
-            self._idle.set()
-
-    def deadline(self) -> Deadline:
-        """What bounds a round trip."""
-        return Deadline(self._deadlines)
 
     def locate(self, error: QueueError, queue: str, envelopes: Sequence[Envelope]) -> None:
         """Say in an error where it happened."""
@@ -235,7 +214,6 @@ class _Outbox:
 
     def _flush_soon(self) -> None:
         self._busy = True
-        self._sender.begin()
         self.task = asyncio.create_task(self._flush(), name=f"qkit send {self._queue}")
 
     async def _flush(self) -> None:
@@ -246,12 +224,11 @@ class _Outbox:
         finally:
             self._busy = False
             self.task = None
-            self._sender.end()
 
     async def _send_group(self, group: list[_Waiting]) -> None:
         # Each sender has a deadline of its own, but a backend that never answers must not hold up
         # those who come later.
-        deadline = self._sender.deadline()
+        deadline = Deadline(self._sender.deadlines)
         together = [item for envelopes, _ in group for item in envelopes]
         sent: list[Sent | QueueError] = []
         try:
