@@ -240,7 +240,10 @@ class Executor:
 
     def _call_simply(self, job: Job, envelope: Envelope) -> Awaitable[object]:
         """The common shape, an async handler of the body alone, needs no ``Message``."""
-        body = self._decode(envelope.body, envelope.headers)
+        try:
+            body = self._codec.decode(envelope.body, envelope.headers)
+        except (DecodeError, PayloadTooLarge) as error:
+            raise _Undecodable(error) from error
         return cast("Awaitable[object]", self.handler.call(body))
 
     def _call_fully(self, job: Job, envelope: Envelope) -> Awaitable[object]:
