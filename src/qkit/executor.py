@@ -249,9 +249,7 @@ class Executor:
     def _call_fully(self, job: Job, envelope: Envelope) -> Awaitable[object]:
         return self._through_middleware(job, self._message(envelope))
 
-    async def _call_in_time(
-        self, call: Call, timeout: float, job: Job, envelope: Envelope
-    ) -> None:
+    async def _call_in_time(self, call: Call, timeout: float, job: Job, envelope: Envelope) -> None:
         scope = asyncio.timeout(timeout)
         handling = call(job, envelope)
         try:

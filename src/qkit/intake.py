@@ -68,10 +68,21 @@ class Intake:
             self._drained()
         return job
 
+    async def park(self) -> None:
+        """Wait until there may be a delivery, or it is closed."""
+        parked = self._loop.create_future()
+        self._parked.append(parked)
+        try:
+            await parked
+        except asyncio.CancelledError:
+            if parked.done() and not parked.cancelled():
+                self._wake()  # it was woken for a delivery: pass that on
+            raise
+
     async def next(self) -> Job | None:
         """The next delivery to handle, held back until there is one; ``None`` when closed."""
         while (job := self.pop()) is None and not self._closed:
-            await self._park()
+            await self.park()
         return job
 
     async def next_batch(self, size: int, wait: float) -> list[Job]:
@@ -89,7 +100,7 @@ class Intake:
                         if job is not None:
                             batch.append(job)
                         else:
-                            await self._park()
+                            await self.park()
             except TimeoutError:
                 pass
             finally:
@@ -102,10 +113,9 @@ class Intake:
     def finish(self, job: Job) -> None:
         """The delivery is settled, or no longer ours: free its slot, and its lane for the next."""
         self.held.discard(job)
-        if self._lanes is None:
+        if self._lanes is None or (key := job.delivery.envelope.key) is None:
             return
-        key = job.delivery.envelope.key
-        lane = self._lanes.get(key) if key is not None else None
+        lane = self._lanes.get(key)
         if not lane or lane[0] is not job:
             return  # withdrawn from further back, while the first may still be running
         lane.popleft()
@@ -145,13 +155,3 @@ class Intake:
             if not parked.done():
                 parked.set_result(None)
                 return
-
-    async def _park(self) -> None:
-        parked = self._loop.create_future()
-        self._parked.append(parked)
-        try:
-            await parked
-        except asyncio.CancelledError:
-            if parked.done() and not parked.cancelled():
-                self._wake()  # it was woken for a delivery: pass that on
-            raise

@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, TypeVarTuple, Unpack
+from typing import TypeVar, TypeVarTuple
 
 from qkit.backend import Backend
 from qkit.breaker import CircuitBreaker
@@ -142,8 +142,8 @@ class Sender:
     async def ask(
         self,
         deadline: Deadline,
-        call: Callable[[Unpack[Arguments]], Awaitable[R]],
-        *arguments: Unpack[Arguments],
+        call: Callable[[*Arguments], Awaitable[R]],
+        *arguments: *Arguments,
     ) -> R:
         """Call the backend, unless the circuit is open.
 

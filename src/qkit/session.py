@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Session"]
 
 RENEWALS_PER_LEASE = 3
+FETCHES_PER_TURN = 5
 
 
 class Session:
@@ -33,7 +34,10 @@ class Session:
         self._loop = asyncio.get_running_loop()
         self._room: asyncio.Future[None] | None = None  # the fetcher waits for free slots
         self._receiving: Scope | None = None  # or for deliveries
-        self._intake = Intake(lanes=consumer.ordered, drained=self._look_again)
+        self._broken: Exception | None = None  # why nothing can be received any more
+        self._looking = False  # the fetcher is about to look
+        self._fetches = 0
+        self._intake = Intake(lanes=consumer.ordered, drained=self._look_soon)
         self._holding = asyncio.Event()  # there are leases to renew
         self._over = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
@@ -141,35 +145,52 @@ class Session:
     # -- fetching ----------------------------------------------------------------------------
 
     async def _fetch(self) -> None:
-        consumer, task = self._consumer, _current_task()
-        while not consumer.stopping:
+        """Give back what was withdrawn, and top up while the workers are busy."""
+        task = _current_task()
+        await asyncio.sleep(0)  # the workers first: an idle one fetches for itself
+        while not self._consumer.stopping:
+            if self._broken is not None:
+                raise self._broken
             if self._withdrawn:
                 await self._give_back()
-            limit = self._free()
-            if limit <= 0 or consumer.quiet:
+            elif (limit := self._wanted()) > 0:
+                await self._receive(limit, task)
+            else:
                 self._room = self._loop.create_future()
                 await self._room
-                continue
-            consumer.last_poll_at = consumer.clock.time()
-            self._receiving = scope = Scope(task)
-            try:
-                with scope:
-                    deliveries = await self._subscription.receive(limit)
-            except TimeoutError:
-                if not scope.expired:
-                    raise
-                continue  # interrupted; receive is safe to cancel
-            finally:
-                self._receiving = None
-            self._counters.received += len(deliveries)
-            self._holding.set()  # before a handler runs, which may block the loop at once
-            self._intake.take(deliveries)
-            self._take_back()
+
+    async def _receive(self, limit: int, task: asyncio.Task[None]) -> None:
+        """Fetch up to ``limit`` deliveries, unless it is interrupted; one at a time may."""
+        self._consumer.last_poll_at = self._consumer.clock.time()
+        self._receiving = scope = Scope(task)
+        try:
+            with scope:
+                deliveries = await self._subscription.receive(limit)
+        except TimeoutError:
+            if not scope.expired:
+                raise
+            return  # receive is safe to cancel
+        finally:
+            self._receiving = None
+        self._counters.received += len(deliveries)
+        renewing = self._holding.is_set()
+        self._holding.set()
+        self._intake.take(deliveries)
+        self._take_back()
+        if not renewing:  # its timer first: a handler may block the loop at once
+            await asyncio.sleep(0)
 
     def _take_back(self) -> None:
         """What no worker has started on, if none may be started now."""
         if self._consumer.quiet or self._consumer.stopping:
             self._withdrawn += self._intake.withdraw()
+            self._make_room()
+
+    def _wanted(self) -> int:
+        """How many deliveries to ask for now: none while another asks, or no handler may start."""
+        if self._receiving is not None or self._withdrawn or self._broken is not None:
+            return 0
+        return 0 if self._consumer.quiet or self._consumer.stopping else self._free()
 
     def _free(self) -> int:
         """How many more to ask for; none while so few fit that asking is not worth its cost."""
@@ -187,24 +208,51 @@ class Session:
 
     def _finish(self, job: Job) -> None:
         self._intake.finish(job)
-        if self._room is not None:
-            self._look_again()
+        self._look_soon()
 
-    def _look_again(self) -> None:
-        if self._room is not None and self._free() > 0:
+    def _look_soon(self) -> None:
+        """There may be more to fetch: look for it soon, unless a worker does before that."""
+        if self._room is not None and not self._looking:
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._wanted() > 0:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Let the fetcher look, if it waits for free slots."""
+        """Let the fetcher look, if it waits."""
         if self._room is not None and not self._room.done():
             self._room.set_result(None)
         self._room = None
 
     # -- working -----------------------------------------------------------------------------
 
+    async def _next(self, task: asyncio.Task[None]) -> Job | None:
+        """The next delivery to handle, ``None`` at the end; an idle worker fetches for itself.
+
+        So a message takes one turn of the loop instead of two, and a long queue hardly any.
+        """
+        while (job := self._intake.pop()) is None and not self._intake.closed:
+            limit = self._wanted()
+            if limit <= 0:
+                await self._intake.park()
+                continue
+            try:
+                await self._receive(limit, task)
+            except Exception as error:
+                self._broken = error
+                self._make_room()
+            self._look_soon()
+            self._fetches += 1
+            if not self._fetches % FETCHES_PER_TURN:
+                await asyncio.sleep(0)  # handlers that never wait must not keep the loop
+        return job
+
     async def _work(self, context: contextvars.Context) -> None:
-        intake, task = self._intake, _current_task()
-        while (job := intake.pop() or await intake.next()) is not None:
+        task = _current_task()
+        while (job := self._intake.pop() or await self._next(task)) is not None:
             if job.lost:
                 self._let_go(job)
                 continue
