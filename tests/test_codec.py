@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import tracemalloc
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field, field_seriali
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict
 
-from qkit import _compression, codec
+from qkit import _compression, _dumping, codec
 from qkit.codec import Codec, decompress, type_name
 from qkit.errors import ConfigError, DecodeError, InvalidBody, PayloadTooLarge, QueueError
 
@@ -217,6 +218,25 @@ def changed(**values: Any) -> Order:
     order = Order(id=1, total=1)
     order.__dict__.update(values)
     return order
+
+
+@pytest.mark.parametrize("action", ["ignore", "default", "error"])
+def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(action: Any) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter(action)
+        for _ in range(2):  # Python forgets a warning that it has given
+            with pytest.raises(InvalidBody, match="expected Order, got Order: id: "):
+                Codec(Order).encode(changed(id="x"))
+    assert not warned
+
+
+def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_dumping, "_WORKS", False)
+    assert Codec(Order).encode(Order(id=1, total=1))[0] == b'{"id":1,"total":1.0}'
+    with pytest.raises(InvalidBody):
+        Codec(Order).encode(changed(id="x"))
 
 
 BAD_BODIES: list[tuple[Any, Any, type[QueueError], list[str]]] = [

@@ -9,6 +9,7 @@ import logging
 import random
 import threading
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -109,6 +110,40 @@ async def test_prefetch_is_never_exceeded(clock, prefetch):
         await clock.advance(30)
     assert backend.most_held == prefetch
     assert work.ended == list(range(20))
+
+
+async def test_handlers_that_never_wait_leave_the_loop_its_turns(clock):
+    turns: list[int] = []
+    handled = 0
+
+    @consume("orders")
+    async def handle(body: object) -> None:
+        nonlocal handled
+        handled += 1
+
+    async with make_service(handle, clock=clock) as service:
+        service.pause("orders")
+        await service.send_many("orders", range(1_000))
+        service.resume("orders")
+        while handled < 1_000:
+            turns.append(handled)
+            await asyncio.sleep(0)
+    assert max(later - before for before, later in pairwise(turns)) <= 100
+
+
+async def test_an_idle_worker_fetches_for_itself_so_a_message_takes_one_turn_of_the_loop(clock):
+    handled: list[object] = []
+
+    @consume("orders")
+    async def handle(body: object) -> None:
+        handled.append(body)
+
+    async with make_service(handle, clock=clock) as service:
+        await service.send("orders", "first")  # with it, the renewal of leases begins
+        await clock.advance(1)
+        await service.send("orders", "next")
+        await asyncio.sleep(0)
+        assert handled == ["first", "next"]
 
 
 async def test_counters_and_health_follow_a_message(clock):

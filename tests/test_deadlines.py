@@ -46,9 +46,9 @@ async def test_one_timer_serves_them_all_and_none_is_left(clock: VirtualClock) -
     deadlines = Deadlines(10)
     for _ in range(100):
         assert await wait(deadlines, clock, 0) is None
-    assert deadlines._timer is not None
+    assert deadlines.timer is not None
     await clock.advance(11)
-    assert deadlines._timer is None
+    assert deadlines.timer is None
     assert not deadlines.open
 
 

@@ -22,7 +22,7 @@ class Deadlines:
         self.seconds = seconds
         self.open: dict[Deadline, None] = {}  # in the order of their ends
         self.emptied: asyncio.Event | None = None  # somebody waits for that
-        self._timer: asyncio.TimerHandle | None = None
+        self.timer: asyncio.TimerHandle | None = None
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -30,14 +30,13 @@ class Deadlines:
         return asyncio.get_running_loop()
 
     def arm(self) -> None:
-        """See to it that the timer runs, unless there is nothing to wait for."""
-        if self._timer is None:
-            oldest = next((item for item in self.open if not item.expired), None)
-            if oldest is not None:
-                self._timer = self.loop.call_at(oldest.end, self._fire)
+        """Set the timer to the end of the oldest, if any is open."""
+        oldest = next((item for item in self.open if not item.expired), None)
+        if oldest is not None:
+            self.timer = self.loop.call_at(oldest.end, self._fire)
 
     def _fire(self) -> None:
-        self._timer = None
+        self.timer = None
         now = self.loop.time()
         for deadline in list(self.open):
             if deadline.end > now:
@@ -105,19 +104,20 @@ class Deadline(Scope):
     __slots__ = ("_deadlines", "end")
 
     def __init__(self, deadlines: Deadlines) -> None:
-        task = asyncio.current_task(deadlines.loop)
-        assert task is not None, "a deadline cancels its task, so there must be one"
         self.expired = False
-        self._task = task
         self._deadlines = deadlines
 
     def __enter__(self) -> Self:
         """Begin."""
-        self._cancelling = self._task.cancelling()
         deadlines = self._deadlines
-        self.end = deadlines.loop.time() + deadlines.seconds
+        loop = deadlines.loop
+        task = asyncio.current_task(loop)
+        assert task is not None, "a deadline cancels its task, so there must be one"
+        self._task = task
+        self._cancelling = task.cancelling()
+        self.end = loop.time() + deadlines.seconds
         deadlines.open[self] = None
-        if len(deadlines.open) == 1:
+        if deadlines.timer is None:
             deadlines.arm()
         return self
 

@@ -23,7 +23,11 @@ FETCHES_PER_TURN = 5
 
 
 class Session:
-    """One subscription's life: its fetcher, its workers, and the renewal of its leases."""
+    """One subscription's life: its fetcher, its workers, and the renewal of its leases.
+
+    An idle worker fetches for itself; the fetcher tops up while the workers are busy. One at a
+    time receives.
+    """
 
     def __init__(self, consumer: Consumer, subscription: Subscription) -> None:
         self._consumer = consumer
@@ -166,19 +170,18 @@ class Session:
         try:
             with scope:
                 deliveries = await self._subscription.receive(limit)
+                renewing = self._holding.is_set()
+                self._holding.set()
+                self._counters.received += len(deliveries)
+                self._intake.take(deliveries)
+                self._take_back()
+                if not renewing:  # its timer first: a handler may block the loop at once
+                    await asyncio.sleep(0)
         except TimeoutError:
             if not scope.expired:
-                raise
-            return  # receive is safe to cancel
+                raise  # else it was interrupted; receive is safe to cancel
         finally:
             self._receiving = None
-        self._counters.received += len(deliveries)
-        renewing = self._holding.is_set()
-        self._holding.set()
-        self._intake.take(deliveries)
-        self._take_back()
-        if not renewing:  # its timer first: a handler may block the loop at once
-            await asyncio.sleep(0)
 
     def _take_back(self) -> None:
         """What no worker has started on, if none may be started now."""
