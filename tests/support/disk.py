@@ -101,7 +101,8 @@ class SimulatedDisk(Disk):
             data = data[: self.short]
         file = self._files[fd].data
         if self.capacity is not None:
-            used = sum(len(other.data) for other in self._files) - len(file)
+            named = {fd, *self._names.values()}  # what was removed takes no space
+            used = sum(len(self._files[other].data) for other in named) - len(file)
             room = max(0, self.capacity - used - offset)
             if not data[:room]:
                 raise OSError(errno.ENOSPC, "No space left on device")
