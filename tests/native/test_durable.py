@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qkit import consume
+from qkit.backends.native import NativeBackend
 from qkit.errors import ConfigError, LifecycleError, LogDamaged, QueueFull, Unsupported
 from qkit.message import GROUP
 from qkit.native import Engine
@@ -19,6 +22,7 @@ from qkit.native.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine, view
+from tests.support.services import make_service
 
 
 class Places:
@@ -454,3 +458,38 @@ async def test_opening_fails_and_lets_the_directory_go(tmp_path):
     async with await Engine.open(tmp_path, repair=True) as engine:
         assert [item.id for item in await engine.peek("orders", 9)] == ["1", "2"]
         assert [item.kind for item in engine.storage.damage] == ["damaged"]
+
+
+# A service on it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["waits", "blocks"])
+async def test_a_handler_that_outlives_ten_leases_runs_once(tmp_path, how):
+    """By the real clock; a second service would take what comes back."""
+    engine = await Engine.open(tmp_path)
+    runs: list[int] = []
+
+    @consume("jobs", ack_deadline=0.1)
+    async def handle(number: int) -> None:
+        runs.append(number)
+        if how == "waits":
+            await asyncio.sleep(1.2)
+        else:
+            for _ in range(3):
+                time.sleep(0.4)  # noqa: ASYNC251  that is the point
+                await asyncio.sleep(0)
+
+    services = [make_service(handle, backend=NativeBackend(engine=engine)) for _ in range(2)]
+    for service in services:
+        await service.start()
+    await services[0].send("jobs", 1)
+    await asyncio.sleep(1.6)
+    for service in services:
+        await service.shutdown()
+    stats = await engine.stats("jobs")
+    assert runs == [1]
+    assert (stats.acked_total, stats.consumed_total, stats.depth) == (1, 1, 0)
+    await engine.aclose()
+    async with await Engine.open(tmp_path) as engine:
+        assert await view(engine) == []
