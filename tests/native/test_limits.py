@@ -333,7 +333,7 @@ def size_of(path: Path) -> int:
 
 
 async def poison(path: Path, count: int, keep: int) -> None:
-    engine = await open_engine(path, fsync="never", segment_bytes=1 << 20, memory_limit=100_000)
+    engine = await open_engine(path, fsync="never", segment_bytes=1 << 20, memory_limit=1 << 20)
     await engine.create("orders", max_retries=0, dead_letter_max_depth=keep)
     dropped = 0
 
