@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
 
 from qkit.backend import Backend
 from qkit.clock import Clock
 from qkit.config import Settings
-from qkit.errors import ConfigError
+from qkit.errors import ConfigError, LogLocked
+
+if TYPE_CHECKING:
+    from qkit.backends.native import NativeBackend
+    from qkit.native import Engine
 
 __all__ = ["open_backend"]
 
@@ -33,15 +38,46 @@ def open_backend(settings: Settings, clock: Clock) -> Backend:
 def _native(settings: Settings, clock: Clock) -> Backend:
     from qkit.backends.native import NativeBackend
 
-    if settings.path is not None:
-        raise ConfigError(
-            "path: this version of qkit keeps native queues in memory only; leave path out"
+    def backend(engine: Engine | None = None) -> NativeBackend:
+        return NativeBackend(
+            clock=clock,
+            max_depth=settings.max_depth,
+            max_priority=settings.max_priority,
+            ack_deadline=settings.ack_deadline,
+            engine=engine,
         )
-    return NativeBackend(
+
+    return backend() if settings.path is None else _directory(settings, clock, backend)
+
+
+def _directory(
+    settings: Settings, clock: Clock, backend: Callable[[Engine], NativeBackend]
+) -> Backend:
+    from qkit.backends.native import DURABLE
+    from qkit.backends.shared import SharedBackend
+    from qkit.backends.socket import wire
+    from qkit.native import Engine
+
+    path = settings.path
+    assert path is not None
+
+    async def own() -> tuple[NativeBackend, Engine]:
+        engine = await Engine.open(
+            path,
+            fsync=settings.fsync,
+            fsync_interval=settings.fsync_interval,
+            memory_limit=settings.memory_limit,
+            clock=clock,
+        )
+        return backend(engine), engine
+
+    return SharedBackend(
+        path,
+        own,
+        locked=LogLocked,
         clock=clock,
-        max_depth=settings.max_depth,
-        max_priority=settings.max_priority,
-        ack_deadline=settings.ack_deadline,
+        capabilities=DURABLE,
+        max_frame=max(wire.MAX_FRAME, 2 * settings.max_message_bytes),
     )
 
 
