@@ -29,14 +29,25 @@ def blocks(page: str) -> list[str]:
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/api.md", "docs/testing.md"])
 async def test_a_page_is_one_program_that_runs(page: str) -> None:
     with VirtualClock() as clock:
-        namespace: dict[str, object] = {"__name__": page, "clock": clock}
-        for number, block in enumerate(blocks(page)):
-            code = compile(
-                block, f"{page} block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-            )
-            result = eval(code, namespace)
-            if inspect.isawaitable(result):
-                await result
+        await run(page, {"clock": clock})
+
+
+async def test_the_page_of_the_native_engine_runs_in_real_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    await run("docs/native.md", {})
+
+
+async def run(page: str, names: dict[str, object]) -> None:
+    namespace: dict[str, object] = {"__name__": page, **names}
+    for number, block in enumerate(blocks(page)):
+        code = compile(
+            block, f"{page} block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        result = eval(code, namespace)
+        if inspect.isawaitable(result):
+            await result
 
 
 async def test_the_pytest_example_of_the_page_is_itself_a_test(
