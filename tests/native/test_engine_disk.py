@@ -195,7 +195,6 @@ async def test_a_service_on_a_broken_disk_sends_nothing_and_does_not_spin(clock)
     await engine.aclose()
 
 
-@pytest.mark.xfail(strict=True, reason="ping asks whether the engine is open, not if it can write")
 async def test_the_health_of_a_service_on_a_broken_disk_is_bad(clock):
     service, engine, _ = await broken_service(clock, [])
     await clock.advance(20)  # before anything is due
@@ -280,10 +279,6 @@ async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock
     await engine.aclose()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="compaction takes a message out that died while its letter is only owed to the disk",
-)
 async def test_compaction_keeps_a_message_whose_letter_found_no_space(clock):
     disk = SimulatedDisk()
     engine = await open_engine(disk, clock, segment_bytes=1_000)
@@ -307,7 +302,6 @@ async def test_compaction_keeps_a_message_whose_letter_found_no_space(clock):
     assert found == {"1", "3", "4"}
 
 
-@pytest.mark.xfail(strict=True, reason="each of them leaves two records that are owed")
 async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock):
     """Each of them claims and gives back; what is owed to the disk must not grow with it."""
     disk = SimulatedDisk()
@@ -326,7 +320,6 @@ async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock
     assert owed < 20
 
 
-@pytest.mark.xfail(strict=True, reason="a snapshot that finds no space raises a bare OSError")
 async def test_tidying_a_full_disk_raises_what_it_says(clock):
     disk = SimulatedDisk()
     engine = await filled(disk, clock, segment_bytes=300)

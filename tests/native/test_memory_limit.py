@@ -115,7 +115,6 @@ async def test_what_is_given_back_above_the_limit_is_let_go(clock):
     await engine.aclose()
 
 
-@pytest.mark.xfail(strict=True, reason="a lease that ends leaves the body in memory")
 async def test_what_comes_back_by_a_lost_lease_above_the_limit_is_let_go_too(clock):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders", max_retries=None)
@@ -129,7 +128,6 @@ async def test_what_comes_back_by_a_lost_lease_above_the_limit_is_let_go_too(clo
     assert held <= LIMIT
 
 
-@pytest.mark.xfail(strict=True, reason="the bodies of dead letters are kept whatever the limit")
 async def test_dead_letters_stay_within_the_limit(clock):
     engine = await open_engine(SimulatedDisk(), clock, memory_limit=LIMIT)
     await engine.create("orders")
@@ -177,9 +175,6 @@ async def test_every_way_out_gives_the_memory_back(clock):
     await engine.aclose()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="two consumers that read one body both put it on the account"
-)
 async def test_a_lease_that_ends_while_its_body_is_read_costs_nothing(tmp_path):
     engine = await open_engine(tmp_path, memory_limit=0)
     await engine.create("orders")

@@ -225,10 +225,15 @@ class NativeBackend:
             subscription.give_back()
 
     async def ping(self) -> None:
-        """Raise ``BackendUnavailable`` unless the engine is open."""
+        """Raise ``BackendUnavailable`` unless the engine is open and can be written to."""
         if not self._engine.running:
             raise BackendUnavailable(
                 "the engine is not open: start the backend first", backend=self.name
+            )
+        if self._engine.read_only:
+            raise BackendUnavailable(
+                "the engine is read-only since its disk failed: look after the disk, then restart",
+                backend=self.name,
             )
 
     async def aclose(self) -> None:
@@ -314,9 +319,12 @@ class NativeSubscription:
             self._actor.check_lost("receive")
             free = min(limit, self._prefetch - len(self._held))
             if free > 0:
-                claimed = self._actor.claim(
-                    self._clock.monotonic(), free, self._lease, self._consumer
-                )
+                try:
+                    claimed = self._actor.claim(
+                        self._clock.monotonic(), free, self._lease, self._consumer
+                    )
+                except StorageError as error:
+                    raise self._refused(error) from error
                 if claimed:
                     tokens = [message.state for message in claimed]
                     self._held.update(tokens)
@@ -351,16 +359,18 @@ class NativeSubscription:
         except BaseException as error:
             self._held.difference_update(tokens)
             if isinstance(error, StorageError):
-                raise SubscriptionLost(
-                    f"nothing can be delivered, the disk refuses to record it: {error.message}",
-                    backend="native",
-                    operation="receive",
-                    queue=self._actor.name,
-                    cause=error,
-                ) from error
+                raise self._refused(error) from error
             raise
         kept = [pair for pair in zip(tokens, claimed, strict=True) if pair[1].state == pair[0]]
         return [token for token, _ in kept], [message for _, message in kept]
+
+    def _refused(self, error: StorageError) -> SubscriptionLost:
+        return SubscriptionLost(
+            f"nothing can be delivered, the disk refuses to record it: {error.message}",
+            backend="native",
+            operation="receive",
+            queue=self._actor.name,
+        )
 
     def _deliveries(self, tokens: list[int], claimed: list[Stored]) -> list[Delivery]:
         clock, name, lease = self._clock, self._actor.name, self._lease

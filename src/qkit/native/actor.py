@@ -227,6 +227,9 @@ class QueueActor:
 
     # What a durable queue does more
 
+    def rest(self, messages: Sequence[Stored]) -> None:
+        """These wait again, for their leases ended."""
+
     def forget(self, messages: Sequence[Waiting]) -> None:
         """These have left the queue for good."""
 
@@ -284,6 +287,9 @@ class QueueActor:
 
     def _distribute(self, dead: list[Dead]) -> None:
         """Route the dead, and wake consumers for what became ready."""
+        if self.state.returned:
+            returned, self.state.returned = self.state.returned, []
+            self.rest(returned)
         if dead:
             self._bury(dead)
         elif self.members is not None:

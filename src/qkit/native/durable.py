@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import ClassVar
 
-from qkit.errors import LogDamaged
+from qkit.errors import LogDamaged, StorageError
 from qkit.message import Envelope
 from qkit.native.actor import Manager, QueueActor
 from qkit.native.config import QueueConfig
@@ -109,7 +109,18 @@ class DurableActor(QueueActor):
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[Stored]:
-        """As in memory; the count of the attempt is written before anything is handed out."""
+        """As in memory; the count of the attempt is written before anything is handed out.
+
+        Raises ``StorageError`` while the disk is full: each that is handed out and given back
+        would be two more records that it owes.
+        """
+        if self.journal.log.owed:
+            raise StorageError(
+                "nothing is delivered while the disk is full: free some space",
+                backend="native",
+                operation="consume",
+                queue=self.name,
+            )
         claimed = super().claim(now, limit, lease, consumer)
         if claimed:
             self.journal.claim(self.number, claimed)
@@ -144,8 +155,9 @@ class DurableActor(QueueActor):
         else:
             loaded = await asyncio.to_thread(journal.load, missing)
         for message, body in loaded:
-            message.body = body
-            journal.held += len(body)
+            if message.body is None:  # else another delivery of it has read it meanwhile
+                message.body = body
+                journal.held += len(body)
         for message in missing:
             if message.body is None:
                 self._lose(message)
@@ -190,6 +202,11 @@ class DurableActor(QueueActor):
             self.journal.release(self.number, message, due, changed)
         return alive
 
+    def rest(self, messages: Sequence[Stored]) -> None:
+        """These wait again: their bodies may stay on the disk."""
+        for message in messages:
+            self.journal.let_go(message)
+
     def forget(self, messages: Sequence[Waiting]) -> None:
         """These have left the queue for good."""
         if messages and not self.gone:
@@ -212,7 +229,7 @@ class DurableActor(QueueActor):
         target.put(
             self._clock.monotonic(),
             letter.id,
-            letter.body,
+            self.journal.keep(letter.body),
             letter.headers,
             letter.key,
             priority,

@@ -175,6 +175,11 @@ class Engine:
         return self._storage is not None
 
     @property
+    def read_only(self) -> bool:
+        """Whether the disk failed: nothing is taken until the directory is opened again."""
+        return self._storage is not None and self._storage.log.read_only
+
+    @property
     def storage(self) -> Storage:
         """The directory of a durable engine; ``Unsupported`` in memory."""
         if self._storage is None:
@@ -305,7 +310,7 @@ class Engine:
                 if config.broadcast
                 else self._actor(name, config, number)
             )
-            self._insisted[name] = frozenset(insisted) | {"broadcast"}
+            self._insisted[name] = _with_kind(insisted)
             return
         for field in sorted({*insisted, "broadcast"} & self._insisted[name]):
             new, old = getattr(config, field), getattr(channel.config, field)
@@ -484,6 +489,7 @@ class Engine:
         return sum(map(len, taken.values()))
 
     def _bulk_channel(self, name: str) -> QueueActor | Topic:
+        check_name(name)
         if name not in self._channels:
             self.declare(name, QueueConfig(dead_letter=name + DEAD_LETTER_SUFFIX), insisted=())
         return self._channels[name]
@@ -756,6 +762,11 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
     if delay is not None and ttl is not None and delay >= ttl:
         raise ValueError(f"delay={delay!r} is not shorter than ttl={ttl!r}: it could only expire")
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)
+
+
+def _with_kind(insisted: Collection[str]) -> frozenset[str]:
+    """These fields, and the kind, on which everybody insists; one set for all who name them all."""
+    return ALL_FIELDS if insisted is ALL_FIELDS else frozenset({*insisted, "broadcast"})
 
 
 def _known(config: Mapping[str, object]) -> dict[str, Any]:

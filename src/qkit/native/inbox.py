@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
@@ -60,8 +61,8 @@ class BulkWriter:
 
     def __init__(self, path: str | os.PathLike[str], job: str, part: int) -> None:
         directory = _staged(path, job)
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.chmod(0o700)
+        for made in (directory.parent, directory):
+            _own_directory(made)
         self._path = directory / f"{part:08}.seg"
         self._header = Header(part, 0, _LOG_ID)
         self._temporary = directory / f"{part:08}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
@@ -179,6 +180,27 @@ def _staged(path: str | os.PathLike[str], job: str) -> Path:
     if not _JOB.fullmatch(job):
         raise ConfigError(f"a job is named by 1–200 characters of A-Za-z0-9._-, not {job!r}")
     return Path(path) / "inbox" / f".{job}"
+
+
+def _own_directory(path: Path) -> None:
+    """Make a directory that is its owner's alone; no link may stand in its place."""
+    if path.parent.name != "inbox":
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    try:
+        fd = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(
+            f"{path} is no directory, or a link: remove it",
+            backend="native",
+            operation="inbox",
+            cause=error,
+        ) from error
+    try:
+        os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
 
 
 def _sync(directory: Path) -> None:

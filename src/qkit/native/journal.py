@@ -112,6 +112,7 @@ class Journal:
         self.next_seq = replay.last_seq + 1
         self.held = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
+        self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
         self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
 
@@ -330,6 +331,10 @@ class Journal:
         """A message was given back; ``due`` is monotonic."""
         wall = 0.0 if due is None else due + self.clock.time() - self.clock.monotonic()
         self._note(encode_release(number, message.seq, message.attempt, wall, headers))
+        self.let_go(message)
+
+    def let_go(self, message: Stored) -> None:
+        """A message waits again: above the limit its body stays on the disk."""
         if self.held > self._limit and message.body is not None:
             self.held -= len(message.body)
             message.body = None
@@ -354,10 +359,11 @@ class Journal:
         def done(position: Position | None, error: StorageError | None) -> None:
             if position is not None:
                 self.index.add(seq, position)
+                self._unwritten.pop(seq, None)
 
+        self._unwritten[seq] = body
         self._note(encode_bury(number, message.seq, letter), done)
         self.next_seq = seq + 1
-        self.held += len(body)
         self._forget((message,))
         return seq
 
@@ -406,6 +412,8 @@ class Journal:
         """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
         if message.body is not None:
             return message.body
+        if message.seq in self._unwritten:
+            return self._unwritten[message.seq]
         for _ in range(3):  # it may have been moved by compaction between look-up and reading
             place = self.index.place(message.seq)
             if place is None:

@@ -40,6 +40,7 @@ __all__ = [
     "Position",
     "Rewrite",
     "positions",
+    "tidying",
 ]
 
 SEGMENT_BYTES: Final = 64 << 20
@@ -377,7 +378,7 @@ class Log:
         They are gone for good when this returns. Raises ``StorageError``.
         """
         self._check_sealed(segments)
-        with _tidying("remove"):
+        with tidying("remove"):
             for number in segments:
                 with self._lock:
                     self._forget(number)
@@ -394,7 +395,7 @@ class Log:
         with self._lock:
             header = self._reader(segment)[1]
         header = header._replace(generation=header.generation + 1)
-        with _tidying("rewrite"):
+        with tidying("rewrite"):
             name, fd, offsets = write_segment(self._disk, header, contents, sealed=True)
             try:
                 self._disk.sync(fd)
@@ -410,7 +411,7 @@ class Log:
 
         ``read`` goes on in the old one until ``switch``. Raises ``StorageError``.
         """
-        with self._lock, _tidying("install"):
+        with self._lock, tidying("install"):
             self._pinned.add(rewrite.number)
             self._reader(rewrite.number)
             self._disk.rename(rewrite.name, name_of(rewrite.number))
@@ -459,7 +460,8 @@ class Log:
 
 
 @contextmanager
-def _tidying(operation: str) -> Generator[None]:
+def tidying(operation: str) -> Generator[None]:
+    """What the disk refuses here is a ``StorageError``, and nothing has changed."""
     try:
         yield
     except OSError as error:

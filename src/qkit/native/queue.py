@@ -32,6 +32,7 @@ from qkit.native.stored import (
 __all__ = ["DEFAULT_PRIORITY", "QueueState"]
 
 DEFAULT_PRIORITY: Final = 5
+NOTHING: Final = Agenda()  # shared by all queues that never had anything in theirs
 TICK: Final = 0.001  # how exact ``since`` is; messages of one tick share one float
 
 
@@ -76,6 +77,7 @@ class QueueState:
         "name",
         "published",
         "released",
+        "returned",
         "waited",
     )
 
@@ -98,14 +100,15 @@ class QueueState:
         )
         self.dead: list[Dead] = []  # collected and emptied by the owner, and so are the next
         self.evicted: list[Stored] = []  # the oldest of a full queue, pushed out
+        self.returned: list[Stored] = []  # held until their lease ended
 
         self._size = 0
         self._next = 0  # the last delivery's token
         self._tick = float("-inf")
         self._ready = ReadyBuckets()
-        self._scheduled = Agenda()
+        self._scheduled = NOTHING
         self._scheduled_live = 0
-        self._expiries = Agenda()
+        self._expiries = NOTHING
         # Leases by token, in the order in which they end. Nearly all are of one length, so that a
         # new or renewed one goes to the end; the few that do not fit in have a heap.
         self._leases: dict[int, Stored] = {}
@@ -233,6 +236,8 @@ class QueueState:
         message.key = key
         message.expires = expires
         if expires is not None:
+            if self._expiries is NOTHING:
+                self._expiries = Agenda()
             self._expiries.add(expires, message)
         return message
 
@@ -310,6 +315,8 @@ class QueueState:
     def _schedule(self, message: Stored, due: float) -> None:
         message.state = SCHEDULED
         self._scheduled_live += 1
+        if self._scheduled is NOTHING:
+            self._scheduled = Agenda()
         self._scheduled.add(due, message)
 
     def _back_to_ready(self, message: Stored) -> None:
@@ -500,6 +507,7 @@ class QueueState:
             self._bury(message, Reason.TTL_EXPIRED, _expired(message))
         else:
             self._back_to_ready(message)
+            self.returned.append(message)
 
     def advance(self, now: float) -> list[Dead]:
         """Do what is due except expiring leases; return the dead, for routing."""

@@ -22,7 +22,7 @@ from qkit.native.durable import DurableActor
 from qkit.native.history import StatusChange, history_of
 from qkit.native.inbox import bulks, check_bulk, discard, read_bulk
 from qkit.native.journal import Journal
-from qkit.native.log import SEGMENT_BYTES, Fsync, Log
+from qkit.native.log import SEGMENT_BYTES, Fsync, Log, tidying
 from qkit.native.record import Publish
 from qkit.native.replay import Replay
 from qkit.native.snapshot import read_snapshot, write_snapshot
@@ -208,7 +208,8 @@ class Storage:
         for number, _ in self.log.segments():
             if covered < number <= upto:
                 replay.read(self.log.entries(number))
-        self._snapshot_bytes = write_snapshot(self.log, upto, replay)
+        with tidying("snapshot"):
+            self._snapshot_bytes = write_snapshot(self.log, upto, replay)
         self._covered = upto
 
     async def _compact(self) -> None:
