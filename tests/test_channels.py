@@ -57,6 +57,8 @@ def test_lists_become_tuples_so_that_declarations_compare():
         ({"broadcast": 1}, "broadcast: True or False, not int"),
         ({"dead_letter": "yes"}, "True or False, not str"),
         ({"ordered": None}, "True or False, not NoneType"),
+        ({"balance": "fair"}, "balance: one of round_robin, least_busy, random, not 'fair'"),
+        ({"balance": ["random"]}, r"balance: one of .*, not \['random'\]"),
         ({"retry": {"max_attempts": 3}}, "retry: a RetrySettings"),
         ({"retry_on": ValueError}, "retry_on: a list, not <class 'ValueError'>"),
         ({"retry_on": [5]}, "5 is not an exception class"),
@@ -104,6 +106,7 @@ def test_a_declaration_that_says_nothing_new_leaves_the_channel_as_it_is():
         ({"prefetch": 5}, {"prefetch": 6}, "different prefetch: 5 at .*, 6 at "),
         ({"broadcast": True}, {"broadcast": False}, "different broadcast: True at .*, False at "),
         ({"retry_on": [ValueError]}, {"retry_on": []}, "different retry_on"),
+        ({"balance": "random"}, {"balance": "least_busy"}, "different balance: 'random' at "),
         ({"retry": RetrySettings(max_attempts=2)}, {"retry": RetrySettings()}, "different retry"),
     ],
 )

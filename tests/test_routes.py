@@ -27,7 +27,11 @@ async def passing(message: Message, call_next: CallNext) -> object:
 
 
 def routes(
-    capabilities: Capabilities | None = None, *, registry: Registry | None = None, **settings
+    capabilities: Capabilities | None = None,
+    *,
+    registry: Registry | None = None,
+    backend: str = "scripted",
+    **settings,
 ) -> Routes:
     return Routes(
         Settings(**{"type": "native", **settings}),
@@ -35,7 +39,7 @@ def routes(
         registry or Registry(),
         Counters(),
         [],
-        "scripted",
+        backend,
     )
 
 
@@ -166,6 +170,15 @@ def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice
     assert (why.value.backend, why.value.queue) == ("scripted", "orders")
 
 
+def test_only_the_native_engine_balances_otherwise_than_by_turns():
+    assert routes().of(Channel("orders", balance="round_robin")).spec.balance == "round_robin"
+    own = routes(backend="native").of(Channel("orders", balance="random"))
+    assert own.spec.balance == "random"
+    for balance in ("least_busy", "random"):
+        with pytest.raises(Unsupported, match=f"asks for balance='{balance}', which scripted"):
+            routes().of(Channel("orders", balance=balance))
+
+
 def test_replicas_need_a_broker_that_replicates():
     routes(Capabilities()).check_settings()
     settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}
@@ -186,6 +199,17 @@ async def test_the_service_refuses_before_it_connects():
         await service.start()
     assert backend.declared == []
     assert backend.calls == []
+
+
+async def test_a_balance_that_a_broker_cannot_keep_is_refused_at_start():
+    @consume("audit", balance="least_busy")
+    async def audit(entry: dict) -> None: ...
+
+    backend = ScriptedBackend()
+    service = make_service(audit, backend=backend)
+    with pytest.raises(Unsupported, match="its consumers take turns"):
+        await service.start()
+    assert backend.declared == []
 
 
 # -- one route for each channel ----------------------------------------------------------------

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = [
     "Admin",
     "Backend",
+    "Balance",
     "Capabilities",
     "DeadLetterSource",
     "Delivery",
@@ -27,6 +28,10 @@ __all__ = [
     "SubscriptionSpec",
     "Support",
 ]
+
+
+Balance = Literal["round_robin", "least_busy", "random"]
+"""Which of several waiting consumers gets a message: who waited longest, who holds least, any."""
 
 
 class Support(StrEnum):
@@ -84,7 +89,8 @@ class QueueSpec:
     ``dead_letter`` names the queue for the dead letters of this one (``None``: it has none); the
     service declares that queue too, with ``drop_oldest`` and its own ``max_depth``.
     ``max_deliveries`` is the limit a backend applies when a lease expires; failures of handlers
-    are counted above the boundary.
+    are counted above the boundary. ``balance`` other than ``round_robin`` reaches only a backend
+    that chooses among its waiting consumers itself.
     """
 
     name: str
@@ -95,6 +101,7 @@ class QueueSpec:
     drop_oldest: bool = False
     max_deliveries: int | None = None
     ack_deadline: float | None = None
+    balance: Balance | None = None
     replicas: int = 1
     passive: bool = False
 

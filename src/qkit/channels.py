@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Generic, TypedDict, TypeVar, Unpack, cast, get_args, overload
 
+from qkit.backend import Balance
 from qkit.config import RetrySettings
 from qkit.errors import ConfigError
 from qkit.message import Message, check_name
@@ -47,6 +48,9 @@ class ChannelOptions(TypedDict, total=False):
     """How many messages the queue holds before a send raises ``QueueFull``."""
     max_priority: int
     """The highest priority."""
+    balance: Balance
+    """Which of several waiting consumers gets a message: ``round_robin`` (who waited longest, the
+    default), ``least_busy`` (who holds least) or ``random``; the last two on ``native`` only."""
     middleware: Sequence[Middleware]
     """Wrapped around each call of the channel's handlers, the first outermost."""
 
@@ -144,6 +148,8 @@ def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
                 raise refuse(option, f"{value!r} must be at least {low:g}{upper}")
         elif option in _FLAGS and not isinstance(value, bool):
             raise refuse(option, f"True or False, not {type(value).__name__}")
+        elif option == "balance" and value not in get_args(Balance):
+            raise refuse(option, f"one of {', '.join(get_args(Balance))}, not {value!r}")
         elif option == "retry" and not isinstance(value, RetrySettings):
             raise refuse(option, f"a RetrySettings(…), not {type(value).__name__}")
         elif option in _LISTS:

@@ -33,6 +33,10 @@ _NEEDS = {
     "dead_letter": ("dead_letters", "set dead_letter=False"),
 }
 
+# Backends that choose among waiting consumers themselves: any broker lets them take turns. Not a
+# capability, because every backend balances; only the native engine can do it in another way.
+_BALANCING = frozenset({"native"})
+
 
 @dataclass(slots=True)
 class Route:
@@ -155,6 +159,11 @@ class Routes:
         for option, (capability, advice) in _NEEDS.items():
             if options.get(option) and not self._can.supports(capability):
                 raise self._unsupported(name, option, advice)
+        balance = options.get("balance")
+        if balance not in (None, "round_robin") and self._backend not in _BALANCING:
+            raise self._unsupported(
+                name, f"balance={balance!r}", "leave balance out: its consumers take turns"
+            )
         ordered = options.get("ordered", False)
         broadcast = options.get("broadcast", False)
         retry = options.get("retry", settings.retry)
@@ -189,6 +198,7 @@ class Routes:
                 max_depth=options.get("max_depth"),
                 max_deliveries=policy.max_attempts,
                 ack_deadline=lease,
+                balance=balance,
                 replicas=settings.replicas,
                 passive=settings.declare == "passive",
             ),

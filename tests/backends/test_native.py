@@ -128,12 +128,18 @@ class TestDeclare:
         with pytest.raises(QueueFull):
             await send(backend, "c")
 
+    async def test_the_balance_is_the_engines(self, backend: NativeBackend) -> None:
+        await backend.declare(QueueSpec(name="orders", balance="least_busy"))
+        await backend.declare(QueueSpec(name="orders"))
+        assert backend._engine.channel("orders", "test").config.balance == "least_busy"
+
     @pytest.mark.parametrize(
         ("first", "second"),
         [
             ({"max_depth": 2}, {"max_depth": 3}),
             ({"broadcast": True}, {}),
             ({"dead_letter": "a"}, {"dead_letter": "b"}),
+            ({"balance": "random"}, {"balance": "least_busy"}),
             ({}, {"replicas": 3}),
         ],
     )

@@ -62,6 +62,8 @@ assert_type(anything, Channel[object])
 wrong: Channel[Invoice] = orders  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 wider: Channel[BaseModel] = orders  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
 Channel("q", Order, prefetch="many")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
+Channel("q", Order, balance="least_busy")
+Channel("q", Order, balance="fair")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
 Channel("q", Order, prefetsch=3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
 
 # -- a send is checked against it ----------------------------------------------------------------

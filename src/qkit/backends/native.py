@@ -143,6 +143,7 @@ class NativeBackend:
             "ack_deadline": spec.ack_deadline,
             "dead_letter": spec.dead_letter,
             "drop_oldest": spec.drop_oldest or None,
+            "balance": spec.balance,
         }
         insisted = {field for field, value in wanted.items() if value is not None}
         defaults = self._defaults
@@ -154,6 +155,7 @@ class NativeBackend:
             ack_deadline=_or(spec.ack_deadline, defaults.ack_deadline),
             dead_letter=spec.dead_letter,
             drop_oldest=spec.drop_oldest,
+            balance=_or(spec.balance, defaults.balance),
         )
         self._engine.declare(spec.name, config, insisted)
         await self._engine.written()

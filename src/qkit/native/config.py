@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from qkit.backend import Balance
 from qkit.errors import ConfigError
 
 __all__ = ["Balance", "QueueConfig"]
-
-Balance = Literal["round_robin", "least_busy", "random"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
