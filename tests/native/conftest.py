@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
 from qkit.native import Engine
@@ -19,4 +21,17 @@ async def clock() -> AsyncIterator[VirtualClock]:
 @pytest_asyncio.fixture
 async def engine(clock: VirtualClock) -> AsyncIterator[Engine]:
     async with Engine(clock=clock) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(params=["memory", "durable"])
+async def either(
+    request: pytest.FixtureRequest, clock: VirtualClock, tmp_path: Path
+) -> AsyncIterator[Engine]:
+    """An engine in memory, then one in a directory, which must behave alike."""
+    if request.param == "memory":
+        engine = Engine(clock=clock)
+    else:
+        engine = await Engine.open(tmp_path / "engine", clock=clock)
+    async with engine:
         yield engine

@@ -316,7 +316,11 @@ class NativeSubscription:
 
         Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
         """
-        again = False
+        if self._actor.woken and not self._stopped:
+            # Others were woken for what is there. Who asks again and again without a pause would
+            # take it all before they come to it.
+            await asyncio.sleep(0)
+        place = 0
         while not self._stopped:
             self._actor.check_lost("receive")
             free = min(limit, self._prefetch - len(self._held))
@@ -333,22 +337,21 @@ class NativeSubscription:
                     if self._actor.durable:
                         tokens, claimed = await self._prepare(tokens, claimed)
                     return self._deliveries(tokens, claimed)
-                await self._wait(self._parked, again=again)
-                again = True
+                place = await self._wait(self._parked, place)
             else:
                 # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
                 await self._wait(self._blocked)
         self._actor.nudge()  # perhaps it was woken for a message just before it was stopped
         return []
 
-    async def _wait(self, among: set[asyncio.Future[None]], *, again: bool = False) -> None:
+    async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
         waiter = asyncio.get_running_loop().create_future()
         among.add(waiter)
         try:
             if among is self._parked:
-                await self._actor.park(waiter, self._consumer, again=again)
-            else:
-                await waiter
+                return await self._actor.park(waiter, self._consumer, place=place)
+            await waiter
+            return place
         finally:
             among.discard(waiter)
 

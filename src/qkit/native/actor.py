@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock
@@ -20,6 +20,7 @@ from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
 from qkit.native.consumers import Consumer, Consumers
 from qkit.native.dead import Dead
+from qkit.native.line import Line
 from qkit.native.queue import QueueState
 from qkit.native.stored import Stored, Waiting
 
@@ -52,7 +53,6 @@ class QueueActor:
         "_seekers",
         "_timer",
         "_waiters",
-        "_woken",
         "config",
         "consumers",
         "group",
@@ -94,9 +94,8 @@ class QueueActor:
         self._manager = manager
         self._clock = manager.clock
         self._loop = loop
-        self._waiters: deque[tuple[asyncio.Future[None], str | None]] = deque()
-        self._woken = 0  # consumers that were told to look and have not come to it yet
-        self._seekers: deque[asyncio.Future[None]] = deque()  # senders that wait for room
+        self._waiters = Line(self.nudge)  # consumers that wait for a message
+        self._seekers = Line(self.offer)  # senders that wait for room
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
@@ -111,7 +110,7 @@ class QueueActor:
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
-        self._admit_seekers()
+        self.offer()
 
     # Messages
 
@@ -139,7 +138,7 @@ class QueueActor:
         if state.evicted:
             evicted, state.evicted = state.evicted, []
             self._evict(evicted)
-        if self._waiters and position is not None:
+        if self._waiters.places and position is not None:
             self.wake()
         if due is not None or expires is not None:
             self._rearm()
@@ -149,17 +148,17 @@ class QueueActor:
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[Stored]:
         """Lease what is ready; see ``QueueState.claim``."""
-        state = self.state
-        if limit > 1 and (self._waiters or self._woken):
+        state, waiters = self.state, self._waiters
+        if limit > 1 and (waiters.places or waiters.called):
             # Others wait as well: leave them their share of what is there.
-            waiting = 1 + self._woken + len(self._waiters)
+            waiting = 1 + len(waiters.called) + len(waiters.places)
             limit = min(limit, max(1, -(-state.ready // waiting)))
         claimed = state.claim(now, limit, lease, consumer)
         if claimed and now + lease < self._armed_at:
             self._arm(now + lease)
         if state.dead:  # their time to live ran out
             self._bury(state.take_dead())
-        if self._waiters:
+        if waiters.places:
             # Whoever is woken takes what it can and wakes the next one for the rest, so that as
             # long as messages are ready and consumers parked, a wake-up is under way.
             self.nudge()
@@ -175,7 +174,7 @@ class QueueActor:
     def ack(self, token: int) -> Stored:
         """The work is done: forget the message; see ``QueueState.ack``."""
         message = self.state.ack(token)
-        if self._seekers or self.members is not None:
+        if self._seekers.places or self.members is not None:
             self._freed()
         return message
 
@@ -294,7 +293,7 @@ class QueueActor:
             self._bury(dead)
         elif self.members is not None:
             self._freed()
-        for _ in range(min(self.state.ready, len(self._waiters))):
+        for _ in range(min(self.state.ready, len(self._waiters.places))):
             self.wake()
 
     @property
@@ -305,93 +304,86 @@ class QueueActor:
     # Senders that wait for room
 
     async def room(self, timeout: float | None) -> None:
-        """Wait until the queue is not full, or for ``timeout`` seconds; first come, first served.
+        """Wait until the queue has room for a message, or for ``timeout`` seconds.
 
-        Who returns puts its message at once, without awaiting anything.
+        First come, first served among those who wait; a send that does not wait takes any place it
+        finds. Who returns puts its message before it awaits anything, and then calls ``offer``:
+        perhaps it did not need the place.
         """
+        place = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self.state.full and self.lost is None:
-                    seeker = self._loop.create_future()
-                    self._seekers.append(seeker)
-                    try:
-                        await seeker
-                    except BaseException:
-                        if seeker.done() and not seeker.cancelled():
-                            self._admit_seekers()  # its turn goes to the next
-                        else:
-                            self._seekers.remove(seeker)
-                        raise
+                while self.lost is None and (self.state.full if place else self.crowded):
+                    waiter = self._loop.create_future()
+                    place = await self._seekers.wait(waiter, place=place)
 
-    def _admit_seekers(self) -> None:
-        """One for each free place would need a count of those on their way: wake them all."""
-        if self._seekers and not self.state.full:
-            seekers, self._seekers = self._seekers, deque()
-            for seeker in seekers:
-                if not seeker.done():
-                    seeker.set_result(None)
+    @property
+    def crowded(self) -> bool:
+        """Whether every free place is meant for somebody who waited for it."""
+        return self.state.free <= len(self._seekers.called)
+
+    def offer(self) -> None:
+        """Let those in who wait for room, as many as there are places for."""
+        while self._seekers.places and not self.crowded:
+            self._seekers.call()
 
     def _freed(self) -> None:
         """Messages were settled or went: there may be room for others."""
-        if self._seekers:
-            self._admit_seekers()
+        self.offer()
         if self.members is not None:
             self.members.freed()
 
     # Parked consumers
 
-    async def park(
-        self,
-        waiter: asyncio.Future[None],
-        consumer: str | None = None,
-        *,
-        again: bool = False,
-    ) -> None:
+    def park(
+        self, waiter: asyncio.Future[None], consumer: str | None = None, *, place: int = 0
+    ) -> Coroutine[Any, Any, int]:
         """Wait until a message may be ready; safe to cancel. Who returns claims at once.
 
-        ``again``: another consumer was quicker, so the place at the front is kept.
+        When another consumer was quicker, the returned ``place`` is where to wait on.
         """
-        if again:
-            self._waiters.appendleft((waiter, consumer))
-        else:
-            self._waiters.append((waiter, consumer))
-        try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.cancelled():
-                with contextlib.suppress(ValueError):  # a wake-up in this very pass passed it by
-                    self._waiters.remove((waiter, consumer))
-            else:
-                self._woken -= 1
-                self.nudge()  # its wake-up was already given: the next one takes it
-            raise
-        self._woken -= 1
+        return self._waiters.wait(waiter, consumer, place)
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
         """Wake this waiter although there may be nothing for it."""
-        if not waiter.done():
-            self._waiters = deque(entry for entry in self._waiters if entry[0] is not waiter)
-            self._woken += 1
-            waiter.set_result(None)
+        self._unpark(lambda entry: entry[1] is waiter)
+
+    def dismiss(self, consumer: str) -> None:
+        """Wake all who wait in this name: it is not registered any more."""
+        self._unpark(lambda entry: entry[2] == consumer)
+
+    def _unpark(
+        self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
+    ) -> None:
+        places = self._waiters.places
+        for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
+            self._waiters.call(at)
+
+    @property
+    def woken(self) -> bool:
+        """Whether a parked consumer was told to look and has not come to it yet."""
+        return bool(self._waiters.called)
 
     def wake(self) -> None:
         """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
-        while self._waiters:
-            waiter = self._choose()
-            if not waiter.done():
-                self._woken += 1
-                waiter.set_result(None)
-                return
+        while self._waiters.places and not self._waiters.call(self._choose()):
+            pass  # that one was just cancelled
 
-    def _choose(self) -> asyncio.Future[None]:
-        waiters = self._waiters
-        if len(waiters) > 1 and self.config.balance != "round_robin":
-            if self._random is not None:
-                waiters.rotate(-self._random.randrange(len(waiters)))
-            else:
-                busy = [self.state.busy(name) for _, name in waiters]
-                waiters.rotate(-busy.index(min(busy)))
-        return waiters.popleft()[0]
+    def _choose(self) -> int:
+        places = self._waiters.places
+        if len(places) == 1 or self.config.balance == "round_robin":
+            return 0
+        if self._random is not None:
+            return self._random.randrange(len(places))
+        # Whoever was called will hold one more.
+        coming = Counter(self._waiters.called.values())
+        loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
+        return loads.index(min(loads))
+
+    def registered(self, consumer: str | None) -> Consumers | None:
+        """The registered consumers if this is one of them: then it may hold so much only."""
+        members = self.members
+        return members if members is not None and consumer in members else None
 
     def nudge(self) -> None:
         """Pass a wake-up on: let a parked consumer look if there is anything for it."""
@@ -416,11 +408,8 @@ class QueueActor:
             notify()
         if self.members is not None:
             self.members.close()
-        for seeker in self._seekers:
-            if not seeker.done():
-                seeker.set_result(None)
-        while self._waiters:
-            self.wake()
+        self._seekers.call_all()
+        self._waiters.call_all()
 
     # Time
 

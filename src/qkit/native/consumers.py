@@ -35,14 +35,14 @@ class Consumers:
         self._prefetch: dict[str, int] = {}
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
 
-    def __contains__(self, consumer: str) -> bool:
+    def __contains__(self, consumer: object) -> bool:
         return consumer in self._prefetch
 
     def register(self, consumer: str, prefetch: int) -> bool:
         """Add a consumer, or change its limit; whether it is new."""
-        if not 1 <= prefetch <= MAX_PREFETCH:
+        if not isinstance(prefetch, int) or not 1 <= prefetch <= MAX_PREFETCH:
             raise ConfigError(
-                f"prefetch is 1–{MAX_PREFETCH}, not {prefetch!r}",
+                f"prefetch is a whole number, 1–{MAX_PREFETCH}, not {prefetch!r}",
                 backend="native",
                 operation="register",
                 queue=self._queue,

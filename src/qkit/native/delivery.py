@@ -53,6 +53,11 @@ class Delivery:
         """The key, if it was published with one."""
         return self._message.key
 
+    @property
+    def held(self) -> bool:
+        """Whether it still holds its message: not settled, and its lease not lost."""
+        return self._token > 0 and self._actor.state.holds(self._token)
+
     async def ack(self) -> None:
         """The work is done: forget the message.
 

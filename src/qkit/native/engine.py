@@ -37,7 +37,6 @@ from qkit.native.durable import DurableActor
 from qkit.native.history import StatusChange
 from qkit.native.journal import Arrival, Journal
 from qkit.native.storage import Fsync, Storage
-from qkit.native.stored import Stored
 from qkit.native.topic import Topic
 
 __all__ = ["Engine"]
@@ -459,6 +458,7 @@ class Engine:
             )
         actor.members.unregister(consumer)
         actor.consumers -= 1
+        actor.dismiss(consumer)
         for token in actor.state.held_by(consumer):
             actor.release(token, count_attempt=False)
         await self.written()
@@ -529,8 +529,21 @@ class Engine:
         if message_id is None:
             message_id = new_id()
         if wait != 0:
+            _times(0.0, delay, ttl)  # what cannot be need not wait
             await channel.room(wait)
-            channel = self.channel(queue, "publish")
+            try:
+                return await self.publish(
+                    queue,
+                    body,
+                    priority,
+                    delay=delay,
+                    ttl=ttl,
+                    headers=headers,
+                    key=key,
+                    message_id=message_id,
+                )
+            finally:
+                channel.offer()
         now = self._now()
         due = expires = None
         if delay is not None or ttl is not None:
@@ -540,10 +553,14 @@ class Engine:
             position = channel.put(now, message_id, body, own, key, priority, due, expires)
         else:
             values = message_id, body, own, key, priority, due, expires
-            if isinstance(channel, DurableActor):
-                position = await self._journal.publish_one(channel, *values)
-            else:
-                (position,) = await self._journal.publish((self.arrival(channel, *values),))
+            try:
+                if isinstance(channel, DurableActor):
+                    position = await self._journal.publish_one(channel, *values)
+                else:
+                    (position,) = await self._journal.publish((self.arrival(channel, *values),))
+            except BaseException:
+                channel.offer()  # its place, if it had one, is free again
+                raise
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
@@ -575,7 +592,13 @@ class Engine:
     async def put_all(self, arrivals: Sequence[Arrival]) -> builtins.list[int | None]:
         """Write messages to the log, then add them to their queues; their positions."""
         assert self._journal is not None
-        return await self._journal.publish(arrivals)
+        try:
+            return await self._journal.publish(arrivals)
+        except BaseException:
+            for arrival in arrivals:  # their places are free again
+                for actor in arrival.actors:
+                    actor.offer()
+            raise
 
     async def consume(
         self,
@@ -597,53 +620,54 @@ class Engine:
         if not isinstance(actor, QueueActor):
             actor = self.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
-        members = actor.members if consumer is not None else None
-        while True:
-            if (
-                members is None
-                or consumer is None
-                or consumer not in members
-                or members.room(consumer)
-            ):
-                claimed = actor.claim(self._now(), 1, lease, consumer)
-                if claimed:
-                    delivery = Delivery(actor, claimed[0])
-                    if not actor.durable or await actor.prepare(claimed):
-                        return delivery
-                    continue
-            if timeout == 0:
-                return None
-            return await self._wait(actor, timeout, lease, consumer)
+        members = None if consumer is None else actor.registered(consumer)
+        while members is None or consumer is None or members.room(consumer):
+            claimed = actor.claim(self._now(), 1, lease, consumer)
+            if not claimed:
+                break
+            delivery = Delivery(actor, claimed[0])
+            if not actor.durable or (await actor.prepare(claimed) and delivery.held):
+                return delivery
+            actor.check_lost("consume")
+        if timeout == 0:
+            return None
+        return await self._wait(actor, timeout, lease, consumer, members)
 
     async def _wait(
-        self, actor: QueueActor, timeout: float | None, lease: float, consumer: str | None
+        self,
+        actor: QueueActor,
+        timeout: float | None,
+        lease: float,
+        consumer: str | None,
+        members: Consumers | None,
     ) -> Delivery | None:
-        loop = self._own_loop()
-        members = actor.members if consumer is not None else None
-        if consumer is not None and (members is None or consumer not in members):
-            members = None
-        again, claimed = False, builtins.list[Stored]()
-        actor.consumers += members is None  # a registered one is counted
+        loop, place, counted = self._own_loop(), 0, members is None  # a registered one is counted
+        actor.consumers += counted
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    if members is not None and consumer is not None:
-                        while not members.room(consumer):
-                            await members.wait(consumer)
-                            actor.check_lost("consume")
-                    claimed = actor.claim(self._now(), 1, lease, consumer)
-                    if claimed:
+                    # Once registered it must stay so: this raises when it was unregistered.
+                    members = members or actor.registered(consumer)
+                    if consumer is not None and members and not members.room(consumer):
+                        actor.nudge()  # perhaps it was woken for a message that others can take
+                        await members.wait(consumer)
+                    elif claimed := actor.claim(self._now(), 1, lease, consumer):
                         delivery = Delivery(actor, claimed[0])
-                        if not actor.durable or await actor.prepare(claimed):
+                        if not actor.durable or (await actor.prepare(claimed) and delivery.held):
                             return delivery
-                        continue
-                    await actor.park(loop.create_future(), consumer, again=again)
+                    else:
+                        place = await actor.park(loop.create_future(), consumer, place=place)
                     actor.check_lost("consume")
-                    again = True
+        except ConsumerNotFound:
+            actor.nudge()
+            raise
         except TimeoutError:  # perhaps one came at the very end
+            actor.check_lost("consume")
+            if consumer is not None and members is not None:
+                members.prefetch(consumer, "consume")
             return await self.consume(actor.name, 0, lease, consumer, group=actor.group)
         finally:
-            actor.consumers -= members is None
+            actor.consumers -= counted
 
     # Dead letters
 

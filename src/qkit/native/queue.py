@@ -7,6 +7,7 @@ so durability can be put around it without touching its rules.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
@@ -159,6 +160,11 @@ class QueueState:
     def full(self) -> bool:
         """Whether a message would find no room."""
         return self._size >= self._room and not self._drop_oldest
+
+    @property
+    def free(self) -> int:
+        """For how many messages there is room."""
+        return sys.maxsize if self._drop_oldest else self._room - self._size
 
     def holds(self, token: int) -> bool:
         """Whether the delivery ``token`` still owns its message."""

@@ -79,11 +79,28 @@ class Topic:
         return [self.group(headers[GROUP])], rest
 
     async def room(self, timeout: float | None) -> None:
-        """Wait until no group is full, or for ``timeout`` seconds."""
+        """Wait until every group has room, or for ``timeout`` seconds; see ``QueueActor.room``.
+
+        Whoever finds a second group full after the first has made room waits there anew.
+        """
+        waited = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while full := [actor for actor in self.groups.values() if actor.state.full]:
-                    await full[0].room(None)
+                while (actor := self._without_room(waited)) is not None:
+                    await actor.room(None)
+                    actor.offer()  # it takes no place here before there is one everywhere
+                    waited = True
+
+    def _without_room(self, waited: bool) -> QueueActor | None:
+        for actor in self.groups.values():
+            if actor.lost is None and (actor.state.full if waited else actor.crowded):
+                return actor
+        return None
+
+    def offer(self) -> None:
+        """Let those in who wait for room in any group."""
+        for actor in self.groups.values():
+            actor.offer()
 
     @property
     def backlog(self) -> int:
