@@ -23,6 +23,7 @@ from qkit.errors import (
 )
 from qkit.message import DeadLetter, Reason
 from qkit.native import Delivery, Engine
+from qkit.native.config import QueueConfig
 from qkit.testing.clock import VirtualClock
 
 
@@ -639,14 +640,12 @@ class TestLife:
         with pytest.raises(LifecycleError, match="async with"):
             await Engine().create("tasks")
 
-    async def test_from_another_loop(self, engine: Engine) -> None:
-        await engine.create("tasks")
+    async def test_what_is_not_awaited_is_for_its_own_loop(self, engine: Engine) -> None:
+        async def declare() -> None:
+            engine.declare("tasks", QueueConfig())
 
-        def elsewhere() -> None:
-            with pytest.raises(LifecycleError, match="another event loop"):
-                asyncio.run(engine.consume("tasks", timeout=1))
-
-        await asyncio.to_thread(elsewhere)
+        with pytest.raises(LifecycleError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, declare())
 
     async def test_close_leaves_no_timer(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")

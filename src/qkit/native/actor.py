@@ -23,6 +23,7 @@ from qkit.native.dead import Dead
 from qkit.native.line import Line
 from qkit.native.queue import QueueState
 from qkit.native.stored import Stored, Waiting
+from qkit.native.threads import Gate
 
 __all__ = ["Manager", "QueueActor", "envelope_of"]
 
@@ -31,6 +32,7 @@ class Manager(Protocol):
     """What an actor needs of its engine."""
 
     clock: Clock
+    gate: Gate
 
     def route(self, actor: QueueActor, dead: list[Dead]) -> None:
         """Move messages that died to their dead letters; no queue knows another."""
@@ -55,6 +57,7 @@ class QueueActor:
         "_waiters",
         "config",
         "consumers",
+        "gate",
         "group",
         "lost",
         "members",
@@ -91,6 +94,7 @@ class QueueActor:
         self.subscribed: list[Callable[[], Consumer]] = []  # open subscriptions, to be listed
         self.lost: str | None = None  # why nothing can be received from it any more
         self.on_change: list[Callable[[], None]] = []  # called when leases or the queue are lost
+        self.gate = manager.gate
         self._manager = manager
         self._clock = manager.clock
         self._loop = loop

@@ -8,6 +8,7 @@ from qkit.errors import MessageNotFound
 from qkit.message import Reason
 from qkit.native.actor import QueueActor
 from qkit.native.stored import Stored
+from qkit.native.threads import get_ident
 
 __all__ = ["Delivery"]
 
@@ -66,6 +67,9 @@ class Delivery:
         but would come again if the engine were killed before there is space on the disk.
         """
         actor = self._actor
+        if get_ident() != actor.gate.thread:
+            await actor.gate.carry(self.ack)
+            return
         actor.ack(self._token if self._token > 0 else self._settled())
         self._token = _SETTLED
         if actor.durable:
@@ -73,6 +77,8 @@ class Delivery:
 
     async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
         """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
+        if get_ident() != self._actor.gate.thread:
+            return await self._actor.gate.carry(lambda: self.nack(requeue))
         token = self._token if self._token > 0 else self._settled()
         actor, attempt = self._actor, self.retry_count + 1
         limit = actor.config.max_deliveries
@@ -90,7 +96,15 @@ class Delivery:
 
     async def extend(self, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
+        if get_ident() != self._actor.gate.thread:
+            await self._actor.gate.carry(lambda: self.extend(seconds))
+            return
         self._actor.extend(self._token if self._token > 0 else self._settled(), seconds)
+
+    def give_back(self) -> None:
+        """Nobody will ever settle it: the message goes back with no attempt charged."""
+        if self.held and self._actor.lost is None:
+            self._actor.release(self._token, count_attempt=False)
 
     def _settled(self) -> int:
         raise MessageNotFound(

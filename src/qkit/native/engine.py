@@ -1,13 +1,15 @@
 """The native engine: queues and topics inside this process, without a broker.
 
 It is the manager of the queues: it names them, moves dead letters between them and closes them.
-It belongs to one event loop. With a directory it is durable: see ``journal.py`` and ``log.py``.
+It belongs to the event loop that opened it, and whatever is awaited elsewhere is carried there: see
+``threads.py``. With a directory it is durable: see ``journal.py`` and ``log.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins  # Engine.list hides the type
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,6 +39,7 @@ from qkit.native.durable import DurableActor
 from qkit.native.history import StatusChange
 from qkit.native.journal import Arrival, Journal
 from qkit.native.storage import Fsync, Storage
+from qkit.native.threads import Gate, carried, get_ident
 from qkit.native.topic import Topic
 
 __all__ = ["Engine"]
@@ -60,10 +63,14 @@ class Engine:
     ...         await delivery.ack()
     >>> asyncio.run(main())
     b'one' 0
+
+    Its coroutines, and those of a ``Delivery``, may be awaited in any thread and event loop while
+    the loop that opened it runs.
     """
 
     def __init__(self, *, clock: Clock | None = None) -> None:
         self.clock: Clock = clock if clock is not None else SystemClock()
+        self.gate = Gate()
         self._now = self.clock.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storage: Storage | None = None
@@ -115,6 +122,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         replay = await storage.recover()
         self._loop, self._storage, self._journal = loop, storage, storage.journal
+        self.gate.open(loop)
         try:
             for number, record in sorted(replay.queues.items()):
                 config = QueueConfig(**_known(record.config))
@@ -191,6 +199,7 @@ class Engine:
         self._entered = True
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
+            self.gate.open(self._loop)
         return self
 
     async def __aexit__(
@@ -203,7 +212,11 @@ class Engine:
 
     async def aclose(self) -> None:
         """Close every queue, let parked consumers go, write what is pending; idempotent."""
-        self._closed = True
+        if self.gate.reachable and get_ident() != self.gate.thread:
+            with contextlib.suppress(LifecycleError):  # somebody else was quicker
+                await self.gate.carry(self.aclose)
+            return
+        was_open, self._closed = self.gate.close(), True
         for channel in self._channels.values():
             channel.close("the engine was closed")
         if self._storage is not None:
@@ -213,6 +226,8 @@ class Engine:
         self._channels.clear()
         if self._storage is not None:
             await self._storage.close()
+        if was_open and self._loop is asyncio.get_running_loop():
+            await self.gate.emptied()
 
     def _all_actors(self) -> builtins.list[QueueActor]:
         return [
@@ -235,6 +250,7 @@ class Engine:
 
     # Queues
 
+    @carried
     async def create(
         self,
         name: str,
@@ -275,6 +291,7 @@ class Engine:
         self.declare(name, config)
         await self.written()
 
+    @carried
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
         if self._journal is not None:
@@ -354,6 +371,7 @@ class Engine:
         number = self._write_declaration(topic.name, group, topic.config)
         return self._actor(topic.name, topic.config, number, group)
 
+    @carried
     async def delete(self, name: str) -> None:
         """Delete a queue with all that is in it; its dead letters stay."""
         channel = self.channel(name, "delete")
@@ -367,24 +385,29 @@ class Engine:
         del self._channels[name], self._insisted[name]
         await self.written()
 
+    @carried
     async def list(self) -> builtins.list[str]:
         """The names of all queues and topics, sorted."""
         return sorted(self._channels)
 
+    @carried
     async def stats(self, name: str) -> QueueStats:
         """A queue's figures now; a topic's are the sums of its groups'."""
         return self.channel(name, "stats").stats()
 
+    @carried
     async def peek(self, name: str, limit: int = 1) -> builtins.list[Envelope]:
         """The next messages in order of delivery, delayed ones last; nothing is consumed."""
         return self.channel(name, "peek").peek(limit)
 
+    @carried
     async def purge(self, name: str) -> int:
         """Delete every message that no consumer holds; return how many."""
         removed = sum(actor.purge() for actor in self._actors(name, "purge"))
         await self.written()
         return removed
 
+    @carried
     async def remove(self, name: str, ids: Collection[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
         removed = sum(actor.remove(ids) for actor in self._actors(name, "remove"))
@@ -424,6 +447,7 @@ class Engine:
 
     # Consumers
 
+    @carried
     async def register(
         self,
         queue: str,
@@ -443,6 +467,7 @@ class Engine:
         if actor.members.register(consumer, prefetch):
             actor.consumers += 1
 
+    @carried
     async def unregister(self, queue: str, consumer: str, *, group: str | None = None) -> None:
         """Forget a consumer; what it holds goes back with no attempt charged.
 
@@ -463,6 +488,7 @@ class Engine:
             actor.release(token, count_attempt=False)
         await self.written()
 
+    @carried
     async def consumers(self, queue: str) -> builtins.list[Consumer]:
         """The consumers of a queue, or of every group of a topic."""
         found: builtins.list[Consumer] = []
@@ -523,6 +549,20 @@ class Engine:
         (``None``: for ever). Raises ``QueueNotFound``, ``QueueFull``, ``InvalidPriority``,
         ``ValueError`` unless delay < ttl, and ``StorageError`` if the disk refused it.
         """
+        if get_ident() != self.gate.thread:
+            return await self.gate.carry(
+                lambda: self.publish(
+                    queue,
+                    body,
+                    priority,
+                    delay=delay,
+                    ttl=ttl,
+                    headers=headers,
+                    key=key,
+                    message_id=message_id,
+                    wait=wait,
+                )
+            )
         channel = self._channels.get(queue) or self.channel(queue, "publish")
         if not isinstance(body, bytes):
             raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
@@ -616,6 +656,11 @@ class Engine:
         topic, ``group`` says whose share. Raises ``QueueNotFound``, and ``SubscriptionLost`` if
         the queue is deleted or the engine closed meanwhile.
         """
+        if get_ident() != self.gate.thread:
+            return await self.gate.carry(
+                lambda: self.consume(queue, timeout, ack_deadline, consumer, group=group),
+                unwanted=_give_back,
+            )
         actor = self._channels.get(queue)
         if not isinstance(actor, QueueActor):
             actor = self.queue(queue, "consume", group)
@@ -723,6 +768,7 @@ class Engine:
             self._reconfigure(target, drop_oldest=True)
         return target
 
+    @carried
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
         """The dead letters of a queue, in their queue's order."""
         letters = self._letters(name)
@@ -730,6 +776,7 @@ class Engine:
             return []
         return [DeadLetter.from_envelope(item, channel=name) for item in letters.peek(limit)]
 
+    @carried
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:
         """Publish dead letters again, all unless ``ids`` names some; return how many.
 
@@ -757,6 +804,7 @@ class Engine:
         else:
             await self.put_all([self.arrival(channel, *values)])
 
+    @carried
     async def purge_dead_letters(self, name: str) -> int:
         """Delete the dead letters of a queue; return how many."""
         letters = self._letters(name)
@@ -768,6 +816,11 @@ class Engine:
         target = self.channel(name, "dead_letters").config.dead_letter
         channel = self._channels.get(target) if target is not None else None
         return channel if isinstance(channel, QueueActor) else None
+
+
+def _give_back(delivery: Delivery | None) -> None:
+    if delivery is not None:
+        delivery.give_back()
 
 
 def _tell(callbacks: builtins.list[Callable[[DeadLetter], None]], letter: DeadLetter) -> None:
