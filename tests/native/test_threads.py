@@ -371,6 +371,7 @@ class TestClosed:
             engine = Engine() if kind == "memory" else await Engine.open(tmp_path / "engine")
             async with engine:
                 await engine.create("tasks")
+                await engine.create("quiet")
                 engines.append(engine)
                 ready.set()
                 await asyncio.sleep(0.1)
@@ -385,6 +386,8 @@ class TestClosed:
 
         def caller(number: int) -> None:
             async def call() -> None:
+                if number < 2:  # let go by the engine in its last moment
+                    await engines[0].consume("quiet", None)
                 while True:
                     await engines[0].publish("tasks", b"x")
                     delivery = await engines[0].consume("tasks", None if number % 2 else 0)
@@ -399,7 +402,7 @@ class TestClosed:
         owning = threading.Thread(target=owner)
         owning.start()
         assert ready.wait(10)
-        callers = [threading.Thread(target=caller, args=[n], daemon=True) for n in range(6)]
+        callers = [threading.Thread(target=caller, args=[n], daemon=True) for n in range(8)]
         for thread in callers:
             thread.start()
         owning.join(20)
@@ -407,7 +410,7 @@ class TestClosed:
         for thread in callers:
             thread.join(max(0.0, deadline - time.monotonic()))
         assert not any(thread.is_alive() for thread in [owning, *callers])
-        assert len(endings) == 6
+        assert len(endings) == 8
         assert set(endings) <= {"LifecycleError", "SubscriptionLost"}, endings
 
     def test_the_loop_ended_without_a_word(self) -> None:
