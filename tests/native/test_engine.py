@@ -1,4 +1,4 @@
-"""The engine as a program uses it, in virtual time; seed 000's eight scenarios come first."""
+"""The engine as a program uses it, in virtual time; see also test_seed_scenarios.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import logging
 
 import pytest
 
-from qkit.backend import SubscriptionSpec
-from qkit.backends.native import NativeBackend
 from qkit.errors import (
     AckDeadlineExceeded,
     ConfigError,
@@ -39,134 +37,6 @@ async def drain(engine: Engine, queue: str = "tasks") -> list[bytes]:
         bodies.append(delivery.body)
         await delivery.ack()
     return bodies
-
-
-class TestScenariosOfTheSeed:
-    async def test_1_basic_fifo_ordering(self, engine: Engine) -> None:
-        await engine.create("tasks")
-        sent = [await engine.publish("tasks", f"{n}".encode()) for n in range(5)]
-        assert [item.position for item in sent] == [0, 1, 2, 3, 4]
-        assert len({item.message_id for item in sent}) == 5
-        assert await drain(engine) == [b"0", b"1", b"2", b"3", b"4"]
-
-    async def test_2_priority_ordering(self, engine: Engine) -> None:
-        await engine.create("tasks")
-        for priority in (0, 9, 5, 9, 0):
-            await engine.publish("tasks", str(priority).encode(), priority)
-        assert await drain(engine) == [b"9", b"9", b"5", b"0", b"0"]
-
-    async def test_3_multiple_consumers_share_the_load(self, engine: Engine) -> None:
-        await engine.create("tasks")
-        shares: dict[str, int] = {"a": 0, "b": 0, "c": 0}
-
-        async def work(name: str) -> None:
-            while (delivery := await engine.consume("tasks", 1, consumer=name)) is not None:
-                shares[name] += 1
-                await asyncio.sleep(0.01)
-                await delivery.ack()
-
-        async with asyncio.TaskGroup() as group:
-            for name in shares:
-                group.create_task(work(name))
-            for _ in range(30):
-                await engine.publish("tasks", b"x")
-        assert shares == {"a": 10, "b": 10, "c": 10}
-
-    async def test_4_ack_timeout_and_retry(self, engine: Engine, clock: VirtualClock) -> None:
-        await engine.create("tasks")
-        await engine.publish("tasks", b"x")
-        first = await take(engine, ack_deadline=60)
-        assert first.retry_count == 0
-        await clock.advance(59)
-        assert await engine.consume("tasks") is None
-        await clock.advance(1)
-        second = await take(engine)
-        assert (second.message_id, second.retry_count) == (first.message_id, 1)
-        with pytest.raises(AckDeadlineExceeded):
-            await first.ack()
-        await second.ack()
-        assert (await engine.stats("tasks")).acked_total == 1
-
-    async def test_5_dead_letter_queue(self, engine: Engine, clock: VirtualClock) -> None:
-        await engine.create("tasks")
-        await engine.publish("tasks", b"poison", headers={"source": "web"})
-        for expected in ["requeued", "requeued", "requeued", "dead_lettered"]:
-            assert await (await take(engine)).nack() == expected
-        await engine.publish("tasks", b"refused")
-        assert await (await take(engine)).nack(requeue=False) == "dead_lettered"
-        await engine.publish("tasks", b"late", ttl=5)
-        await clock.advance(5)
-
-        letters = await engine.dead_letters("tasks")
-        assert [(letter.body, letter.reason, letter.attempts) for letter in letters] == [
-            (b"poison", Reason.MAX_RETRIES_EXCEEDED, 4),
-            (b"refused", Reason.EXPLICIT_NACK, 1),
-            (b"late", Reason.TTL_EXPIRED, 0),
-        ]
-        assert letters[0].channel == "tasks"
-        assert letters[0].headers == {"source": "web"}
-        assert letters[2].last_failed_at == clock.time()
-        assert await engine.list() == ["tasks", "tasks_dlq"]
-        assert (await engine.stats("tasks")).dead_lettered_total == 3
-
-        assert await engine.retry_dead_letters("tasks", ids=[letters[0].message_id]) == 1
-        again = await take(engine)
-        assert (again.message_id, again.retry_count) == (letters[0].message_id, 0)
-        assert again.headers == {"source": "web"}
-        await again.ack()
-        assert await engine.retry_dead_letters("tasks") == 2
-        assert await engine.dead_letters("tasks") == []
-        await engine.purge("tasks")
-        await engine.publish("tasks", b"y")
-        await (await take(engine)).nack(requeue=False)
-        assert await engine.purge_dead_letters("tasks") == 1
-
-    async def test_6_prefetch_limits(self, engine: Engine) -> None:
-        """Prefetch belongs to a subscription, which the backend offers."""
-        await engine.create("tasks")
-        for n in range(5):
-            await engine.publish("tasks", str(n).encode())
-        spec = SubscriptionSpec(queue="tasks", group="g", consumer="c", prefetch=2)
-        async with NativeBackend(engine=engine).subscribe(spec) as subscription:
-            held = await subscription.receive(10)
-            assert [delivery.envelope.body for delivery in held] == [b"0", b"1"]
-            more = asyncio.create_task(subscription.receive(10))
-            await asyncio.sleep(0)
-            assert not more.done()
-            await subscription.ack(held[0])
-            assert [delivery.envelope.body for delivery in await more] == [b"2"]
-
-    async def test_7_concurrent_publish_and_consume(self, engine: Engine) -> None:
-        await engine.create("tasks")
-        seen: list[bytes] = []
-
-        async def produce(name: int) -> None:
-            for n in range(200):
-                await engine.publish("tasks", f"{name}-{n}".encode())
-                if n % 7 == 0:
-                    await asyncio.sleep(0)
-
-        async def work() -> None:
-            while (delivery := await engine.consume("tasks", 1)) is not None:
-                seen.append(delivery.body)
-                await asyncio.sleep(0)
-                await delivery.ack()
-
-        async with asyncio.TaskGroup() as group:
-            for name in range(5):
-                group.create_task(produce(name))
-                group.create_task(work())
-        assert len(seen) == len(set(seen)) == 1000
-
-    async def test_8_queue_full_behaviour(self, engine: Engine) -> None:
-        await engine.create("tasks", max_depth=2)
-        await engine.publish("tasks", b"1")
-        await engine.publish("tasks", b"2")
-        with pytest.raises(QueueFull, match="at most 2"):
-            await engine.publish("tasks", b"3")
-        await (await take(engine)).ack()
-        await engine.publish("tasks", b"3")
-        assert await drain(engine) == [b"2", b"3"]
 
 
 class TestPublish:

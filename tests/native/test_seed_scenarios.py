@@ -1,0 +1,223 @@
+"""Seed 000's eight test scenarios under their names, and its metrics field by field.
+
+Each on an engine in memory and on a durable one, in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+
+import pytest
+
+from qkit.backend import SubscriptionSpec
+from qkit.backends.native import NativeBackend
+from qkit.errors import AckDeadlineExceeded, QueueFull
+from qkit.message import Reason
+from qkit.native import Delivery, Engine
+from qkit.testing.clock import VirtualClock
+
+
+async def take(engine: Engine, **options) -> Delivery:
+    delivery = await engine.consume("tasks", **options)
+    assert delivery is not None
+    return delivery
+
+
+async def drain(engine: Engine) -> list[bytes]:
+    bodies = []
+    while (delivery := await engine.consume("tasks")) is not None:
+        bodies.append(delivery.body)
+        await delivery.ack()
+    return bodies
+
+
+async def test_basic_fifo_ordering(either: Engine) -> None:
+    await either.create("tasks")
+    sent = [await either.publish("tasks", f"{n}".encode()) for n in range(5)]
+    assert [item.position for item in sent] == [0, 1, 2, 3, 4]
+    assert len({item.message_id for item in sent}) == 5
+    assert await drain(either) == [b"0", b"1", b"2", b"3", b"4"]
+
+
+async def test_priority_ordering(either: Engine) -> None:
+    await either.create("tasks")
+    for n, priority in enumerate((0, 9, 5, 9, 0, None)):
+        await either.publish("tasks", f"{priority} {n}".encode(), priority)
+    assert await drain(either) == [b"9 1", b"9 3", b"5 2", b"None 5", b"0 0", b"0 4"]
+
+
+async def test_multiple_consumers_load_balancing(either: Engine) -> None:
+    await either.create("tasks")
+    shares: dict[str, int] = {"a": 0, "b": 0, "c": 0}
+
+    async def work(name: str) -> None:
+        while (delivery := await either.consume("tasks", 1, consumer=name)) is not None:
+            shares[name] += 1
+            await asyncio.sleep(0.01)
+            await delivery.ack()
+
+    async with asyncio.TaskGroup() as group:
+        for name in shares:
+            group.create_task(work(name))
+        for _ in range(30):
+            await either.publish("tasks", b"x")
+    assert shares == {"a": 10, "b": 10, "c": 10}
+
+
+async def test_ack_timeout_and_retry(either: Engine, clock: VirtualClock) -> None:
+    await either.create("tasks")
+    await either.publish("tasks", b"x")
+    first = await take(either, ack_deadline=60)
+    assert first.retry_count == 0
+    await clock.advance(59)
+    assert await either.consume("tasks") is None
+    await clock.advance(1)
+    second = await take(either)
+    assert (second.message_id, second.retry_count) == (first.message_id, 1)
+    with pytest.raises(AckDeadlineExceeded):
+        await first.ack()
+    await second.ack()
+    assert (await either.stats("tasks")).acked_total == 1
+
+
+async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
+    await either.create("tasks")
+    await either.publish("tasks", b"poison", headers={"source": "web"})
+    for expected in ["requeued", "requeued", "requeued", "dead_lettered"]:
+        assert await (await take(either)).nack() == expected
+    await either.publish("tasks", b"refused")
+    assert await (await take(either)).nack(requeue=False) == "dead_lettered"
+    await either.publish("tasks", b"late", ttl=5)
+    await clock.advance(5)
+
+    letters = await either.dead_letters("tasks")
+    assert [(letter.body, letter.reason, letter.attempts) for letter in letters] == [
+        (b"poison", Reason.MAX_RETRIES_EXCEEDED, 4),
+        (b"refused", Reason.EXPLICIT_NACK, 1),
+        (b"late", Reason.TTL_EXPIRED, 0),
+    ]
+    assert letters[0].channel == "tasks"
+    assert letters[0].headers == {"source": "web"}
+    assert letters[2].last_failed_at == clock.time()
+    assert await either.list() == ["tasks", "tasks_dlq"]
+    assert (await either.stats("tasks")).dead_lettered_total == 3
+
+    assert await either.retry_dead_letters("tasks", ids=[letters[0].message_id]) == 1
+    again = await take(either)
+    assert (again.message_id, again.retry_count) == (letters[0].message_id, 0)
+    assert again.headers == {"source": "web"}
+    await again.ack()
+    assert await either.retry_dead_letters("tasks") == 2
+    assert await either.dead_letters("tasks") == []
+    await either.purge("tasks")
+    await either.publish("tasks", b"y")
+    await (await take(either)).nack(requeue=False)
+    assert await either.purge_dead_letters("tasks") == 1
+
+
+async def test_prefetch_limits(either: Engine) -> None:
+    """Of a consumer that was registered with the queue."""
+    await either.create("tasks")
+    await either.register("tasks", "anna", 2)
+    for n in range(5):
+        await either.publish("tasks", str(n).encode())
+    held = [await take(either, consumer="anna") for _ in range(2)]
+    assert [delivery.body for delivery in held] == [b"0", b"1"]
+    assert await either.consume("tasks", consumer="anna") is None
+    more = asyncio.create_task(take(either, timeout=60, consumer="anna"))
+    await asyncio.sleep(1)
+    assert not more.done()
+    assert (await take(either, consumer="bert")).body == b"2"  # the rest is for others
+    await held[0].ack()
+    assert (await more).body == b"3"
+
+
+async def test_prefetch_limits_of_a_subscription(either: Engine) -> None:
+    await either.create("tasks")
+    for n in range(5):
+        await either.publish("tasks", str(n).encode())
+    spec = SubscriptionSpec(queue="tasks", group="g", consumer="c", prefetch=2)
+    async with NativeBackend(engine=either).subscribe(spec) as subscription:
+        held = await subscription.receive(10)
+        assert [delivery.envelope.body for delivery in held] == [b"0", b"1"]
+        more = asyncio.create_task(subscription.receive(10))
+        await asyncio.sleep(1)
+        assert not more.done()
+        await subscription.ack(held[0])
+        assert [delivery.envelope.body for delivery in await more] == [b"2"]
+
+
+async def test_concurrent_publish_consume(either: Engine) -> None:
+    await either.create("tasks")
+    seen: list[bytes] = []
+
+    async def produce(name: int) -> None:
+        for n in range(200):
+            await either.publish("tasks", f"{name}-{n}".encode())
+            if n % 7 == 0:
+                await asyncio.sleep(0)
+
+    async def work() -> None:
+        while (delivery := await either.consume("tasks", 1)) is not None:
+            seen.append(delivery.body)
+            await asyncio.sleep(0)
+            await delivery.ack()
+
+    async with asyncio.TaskGroup() as group:
+        for name in range(5):
+            group.create_task(produce(name))
+            group.create_task(work())
+    assert len(seen) == len(set(seen)) == 1000
+
+
+async def test_queue_full_behavior(either: Engine) -> None:
+    await either.create("tasks", max_depth=2)
+    await either.publish("tasks", b"1")
+    await either.publish("tasks", b"2")
+    with pytest.raises(QueueFull, match="at most 2"):
+        await either.publish("tasks", b"3")
+    with pytest.raises(QueueFull):
+        await either.publish("tasks", b"3", wait=1)
+    held = await take(either)  # what a consumer holds takes a place too
+    with pytest.raises(QueueFull):
+        await either.publish("tasks", b"3")
+    await held.ack()
+    await either.publish("tasks", b"3")
+    assert await drain(either) == [b"2", b"3"]
+
+
+async def test_metrics(either: Engine, clock: VirtualClock) -> None:
+    """Every figure of the seed's example, on a queue where each is different."""
+    await either.create("tasks", ack_deadline=600)
+    for consumer in "abcde":
+        await either.register("tasks", consumer, 20)
+    for _ in range(100):
+        await either.publish("tasks", b"x")
+    await clock.advance(0.125)
+    held = [await take(either, consumer="abcde"[n % 5]) for n in range(60)]
+    for n, delivery in enumerate(held):
+        if n < 50:
+            await delivery.ack()
+        else:
+            await delivery.nack(requeue=n < 58)
+    for consumer in "abc":
+        await take(either, consumer=consumer)  # of those that were given back
+    for _ in range(4):
+        await either.publish("tasks", b"later", delay=3600)
+    await clock.advance(45 - 0.125)
+    assert asdict(await either.stats("tasks")) == {
+        "queue": "tasks",
+        "depth": 45,
+        "consumers": 5,
+        "published_total": 104,
+        "consumed_total": 63,
+        "acked_total": 50,
+        "nacked_total": 10,
+        "dead_lettered_total": 2,
+        "avg_wait_time_ms": 125,
+        "oldest_message_age_secs": 45,
+        "in_flight": 3,
+        "scheduled": 4,
+        "dropped_total": 0,
+    }
