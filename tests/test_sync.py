@@ -283,7 +283,7 @@ def test_shutdown_without_a_start_leaves_nothing_open() -> None:
 
 def test_settings_that_cannot_work_leave_nothing_open() -> None:
     with pytest.raises(ConfigError):
-        SyncQueueService(Settings(type="native", path="somewhere"))
+        SyncQueueService(Settings(type="kafka", url="localhost:9092"))
     assert loop_threads() == 0
 
 

@@ -60,9 +60,9 @@ def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> 
 
 def assert_nothing_left(actor: QueueActor) -> None:
     """Nobody waits and nobody is on the way."""
-    assert not actor._waiters
+    assert not actor._waiters.places
     assert not actor._waiters.called
-    assert not actor._seekers
+    assert not actor._seekers.places
     assert not actor._seekers.called
     assert actor.members is None or not actor.members._waiting
 

@@ -363,7 +363,7 @@ class TestParkedConsumers:
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-        assert not engine.queue("tasks", "test")._waiters
+        assert not engine.queue("tasks", "test")._waiters.places
 
     @pytest.mark.parametrize("how", ["delete", "close"])
     async def test_they_are_let_go_when_the_queue_is(self, engine: Engine, how: str) -> None:

@@ -212,7 +212,7 @@ class TestCancelled:
         await elsewhere(give_up())
         actor = engine.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
-        assert not actor._waiters
+        assert not actor._waiters.places
         await engine.publish("tasks", b"x")
         assert in_flight(engine) == 0
         delivery = await engine.consume("tasks")
@@ -345,7 +345,7 @@ class TestClosed:
         consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
         sending = asyncio.create_task(elsewhere(engine.publish("small", b"y", wait=None)))
         await until(lambda: engine.queue("tasks", "test").consumers == 1)
-        await until(lambda: bool(engine.queue("small", "test")._seekers))
+        await until(lambda: bool(engine.queue("small", "test")._seekers.places))
         await engine.aclose()
         with pytest.raises(SubscriptionLost):
             await consuming

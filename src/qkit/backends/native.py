@@ -215,13 +215,11 @@ class NativeBackend:
         subscription = NativeSubscription(actor, spec, self._clock)
         await self._engine.written()  # of the group, if it is new
         actor.consumers += 1
-        actor.on_change.append(subscription.refresh)
-        actor.subscribed.append(subscription.listed)
+        actor.subscribed.append(subscription)
         try:
             yield subscription
         finally:
-            actor.subscribed.remove(subscription.listed)
-            actor.on_change.remove(subscription.refresh)
+            actor.subscribed.remove(subscription)
             actor.consumers -= 1
             await subscription.stop()
             subscription.give_back()

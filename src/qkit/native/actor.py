@@ -11,7 +11,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock
@@ -27,6 +27,9 @@ from qkit.native.threads import Gate
 
 __all__ = ["Manager", "QueueActor", "envelope_of"]
 
+# For all queues in which nobody ever waited: a queue that is not used should cost little.
+NOBODY: Final = Line(lambda: None)
+
 
 class Manager(Protocol):
     """What an actor needs of its engine."""
@@ -40,6 +43,18 @@ class Manager(Protocol):
 
     def dropped(self, envelopes: list[Envelope]) -> None:
         """A full dead-letter queue pushed these out."""
+        ...
+
+
+class Subscriber(Protocol):
+    """An open subscription, as its queue knows it."""
+
+    def listed(self) -> Consumer:
+        """How it is listed among the consumers."""
+        ...
+
+    def refresh(self) -> None:
+        """Leases were lost, or the whole queue."""
         ...
 
 
@@ -62,7 +77,6 @@ class QueueActor:
         "lost",
         "members",
         "name",
-        "on_change",
         "state",
         "subscribed",
     )
@@ -91,15 +105,14 @@ class QueueActor:
         )
         self.consumers = 0  # open subscriptions, registered consumers, waiting ``consume`` calls
         self.members: Consumers | None = None  # made with the first that is registered
-        self.subscribed: list[Callable[[], Consumer]] = []  # open subscriptions, to be listed
+        self.subscribed: list[Subscriber] = []
         self.lost: str | None = None  # why nothing can be received from it any more
-        self.on_change: list[Callable[[], None]] = []  # called when leases or the queue are lost
         self.gate = manager.gate
         self._manager = manager
         self._clock = manager.clock
         self._loop = loop
-        self._waiters = Line(self.nudge)  # consumers that wait for a message
-        self._seekers = Line(self.offer)  # senders that wait for room
+        self._waiters = NOBODY  # consumers that wait for a message
+        self._seekers = NOBODY  # senders that wait for room
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
@@ -140,7 +153,7 @@ class QueueActor:
         state = self.state
         position = state.put(now, id, body, headers, key, priority, due, expires, seq)
         if state.evicted:
-            evicted, state.evicted = state.evicted, []
+            evicted, state.evicted = state.evicted, ()
             self._evict(evicted)
         if self._waiters.places and position is not None:
             self.wake()
@@ -244,7 +257,7 @@ class QueueActor:
         """A message as it leaves the engine; see ``envelope_of``."""
         return envelope_of(message, offset, not_before)
 
-    def _evict(self, messages: list[Stored]) -> None:
+    def _evict(self, messages: Sequence[Stored]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
         envelopes = [self.envelope(message, offset) for message in messages]
         self.forget(messages)
@@ -319,6 +332,8 @@ class QueueActor:
             async with asyncio.timeout(timeout):
                 while self.lost is None and (self.state.full if place else self.crowded):
                     waiter = self._loop.create_future()
+                    if self._seekers is NOBODY:
+                        self._seekers = Line(self.offer)
                     place = await self._seekers.wait(waiter, place=place)
 
     @property
@@ -346,6 +361,8 @@ class QueueActor:
 
         When another consumer was quicker, the returned ``place`` is where to wait on.
         """
+        if self._waiters is NOBODY:
+            self._waiters = Line(self.nudge)
         return self._waiters.wait(waiter, consumer, place)
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
@@ -408,8 +425,8 @@ class QueueActor:
             self._timer.cancel()
             self._timer = None
         self._armed_at = float("-inf")  # so that nothing arms it again
-        for notify in tuple(self.on_change):
-            notify()
+        for subscriber in tuple(self.subscribed):
+            subscriber.refresh()
         if self.members is not None:
             self.members.close()
         self._seekers.call_all()
@@ -458,8 +475,8 @@ class QueueActor:
             self._armed_at = float("inf")
             self._rearm()
         if self.state.in_flight < in_flight:
-            for notify in tuple(self.on_change):
-                notify()
+            for subscriber in tuple(self.subscribed):
+                subscriber.refresh()
 
 
 def envelope_of(message: Stored, offset: float, not_before: float | None = None) -> Envelope:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -495,9 +496,10 @@ class Engine:
         for actor in self._actors(queue, "consumers"):
             if actor.members is not None:
                 found += actor.members.listed(actor.group)
-            found += [entry() for entry in actor.subscribed]
+            found += [subscriber.listed() for subscriber in actor.subscribed]
         return found
 
+    @carried
     async def take_inbox(self) -> int:
         """Take in the bulk files that other processes published; return how many messages.
 
@@ -520,6 +522,7 @@ class Engine:
             self.declare(name, QueueConfig(dead_letter=name + DEAD_LETTER_SUFFIX), insisted=())
         return self._channels[name]
 
+    @carried
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
         """What the log of a durable engine still tells of a message, oldest first.
 
@@ -551,7 +554,8 @@ class Engine:
         """
         if get_ident() != self.gate.thread:
             return await self.gate.carry(
-                lambda: self.publish(
+                partial(  # no closure: it would make each of these dearer for everyone
+                    self.publish,
                     queue,
                     body,
                     priority,
@@ -658,7 +662,7 @@ class Engine:
         """
         if get_ident() != self.gate.thread:
             return await self.gate.carry(
-                lambda: self.consume(queue, timeout, ack_deadline, consumer, group=group),
+                partial(self.consume, queue, timeout, ack_deadline, consumer, group=group),
                 unwanted=_give_back,
             )
         actor = self._channels.get(queue)

@@ -26,9 +26,6 @@ class Line:
         self._last = 0
         self._pass_on = pass_on
 
-    def __len__(self) -> int:
-        return len(self.places)
-
     async def wait(
         self, waiter: asyncio.Future[None], name: str | None = None, place: int = 0
     ) -> int:

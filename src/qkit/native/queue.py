@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Final
@@ -100,7 +100,7 @@ class QueueState:
             drop_oldest=drop_oldest,
         )
         self.dead: list[Dead] = []  # collected and emptied by the owner, and so are the next
-        self.evicted: list[Stored] = []  # the oldest of a full queue, pushed out
+        self.evicted: Sequence[Stored] = ()  # the oldest of a full queue, pushed out
         self.returned: list[Stored] = []  # held until their lease ended
 
         self._size = 0
@@ -117,7 +117,7 @@ class QueueState:
         self._strays: dict[int, Stored] = {}
         self._ends: list[tuple[float, int]] = []  # at least one entry for each stray
         self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
-        self._busy: Counter[str] = Counter()  # how many messages each of them holds
+        self._busy: dict[str, int] = {}  # how many messages each of them holds
 
         self.published = 0
         self.claimed = 0
@@ -185,7 +185,7 @@ class QueueState:
 
     def busy(self, consumer: str | None) -> int:
         """How many messages the consumer of that name holds."""
-        return self._busy[consumer] if consumer is not None else 0
+        return self._busy.get(consumer, 0) if consumer is not None else 0
 
     def held_by(self, consumer: str) -> list[int]:
         """The deliveries that the consumer of that name holds."""
@@ -316,7 +316,7 @@ class QueueState:
         if oldest is not None:  # else consumers hold every one: one over the limit, then
             self._leave(oldest)
             self.dropped += 1
-            self.evicted.append(oldest)
+            self.evicted = [*self.evicted, oldest]
 
     def _schedule(self, message: Stored, due: float) -> None:
         message.state = SCHEDULED
@@ -365,7 +365,7 @@ class QueueState:
             claimed.append(message)
         if claimed:
             if consumer is not None:
-                self._busy[consumer] += len(claimed)
+                self._busy[consumer] = self._busy.get(consumer, 0) + len(claimed)
             self.claimed += len(claimed)
             if leases is self._strays:
                 self._enter_ends(claimed)

@@ -74,6 +74,7 @@ class Storage:
         self._refused: set[str] = set()  # and such as cannot be
         self._look_in: Callable[[], Awaitable[object]] | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._closed = False
         try:
             self.log = Log(
                 disk,
@@ -133,7 +134,10 @@ class Storage:
             )
 
     async def close(self) -> None:
-        """Write what is pending and let the directory go."""
+        """Write what is pending and let the directory go. Again: nothing happens."""
+        if self._closed:
+            return
+        self._closed = True
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
