@@ -460,6 +460,50 @@ async def test_opening_fails_and_lets_the_directory_go(tmp_path):
         assert [item.kind for item in engine.storage.damage] == ["damaged"]
 
 
+@pytest.mark.parametrize("kill", [False, True])
+async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, kill):
+    """Deliveries, backoffs, burials and removals of messages whose segments are written anew."""
+    engine = await places.open(segment_bytes=600)
+    await engine.create("orders", backoff=100, max_backoff=1000, max_retries=2)
+
+    async def crowd() -> None:
+        """Many that are soon done with, so that their segments are worth writing anew."""
+        for _ in range(10):
+            await engine.publish("orders", bytes(100), 9)
+        for _ in range(10):
+            await (await take(engine, "orders")).ack()
+        await engine.storage.tidy(rotate=False)
+
+    for id in ("backoff", "dead", "removed", "held", "fresh"):
+        await engine.publish("orders", id.encode() * 5, 5, message_id=id)
+        await crowd()
+    await (await take(engine, "orders")).nack()
+    await crowd()
+    await (await take(engine, "orders")).nack(requeue=False)
+    await crowd()
+    await engine.remove("orders", ["removed"])
+    await crowd()
+    assert (await take(engine, "orders", ack_deadline=1000)).message_id == "held"
+    await crowd()
+    before = len(places.disk.files())
+    for _ in range(3):
+        await crowd()
+    assert len(places.disk.files()) < before + 5
+    engine = await places.again(kill=kill)
+
+    found = {(item.id, item.attempt, item.dead) for item in await view(engine)}
+    assert found == {
+        ("backoff", 1, False),
+        ("dead", 1, True),
+        ("held", 1, False),
+        ("fresh", 0, False),
+    }
+    stats = await engine.stats("orders")
+    assert (stats.depth, stats.scheduled) == (2, 1)
+    await clock.advance(101)
+    assert (await engine.stats("orders")).depth == 3
+
+
 # A service on it
 
 

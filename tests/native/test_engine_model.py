@@ -1,7 +1,7 @@
 """A random history of a durable engine, stops and restarts included, against a plain model.
 
 Times are chosen so that no two kinds of events meet: acts happen at whole seconds, delays end at
-.5, lives at .75, leases at .25, and backoffs are powers of two below that; all of them are exact.
+.5, lives at .75, leases at .25, and backoffs are 2.125 and its doubles; all of them are exact.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine
 
 MAX_DEPTH, MAX_PRIORITY, LIMIT = 10, 3, 4
+BACKOFF = 2.125
 QUEUE, TOPIC, GROUPS = "orders", "news", ("a", "b")
 SHARES: list[tuple[str, str | None]] = [(QUEUE, None), *((TOPIC, group) for group in GROUPS)]
-SECONDS = st.integers(0, 6)
 
 _T = TypeVar("_T")
 
@@ -111,7 +111,7 @@ class EngineModel(RuleBasedStateMachine):
             max_depth=MAX_DEPTH,
             max_priority=MAX_PRIORITY,
             max_retries=LIMIT - 1,
-            backoff=0.125,
+            backoff=BACKOFF,
         )
         if name == TOPIC:
             for group in GROUPS:
@@ -210,11 +210,24 @@ class EngineModel(RuleBasedStateMachine):
     @rule(
         name=st.sampled_from((QUEUE, QUEUE, TOPIC)),
         priority=st.integers(0, MAX_PRIORITY),
-        delay=st.none() | st.none() | SECONDS.map(lambda seconds: seconds + 0.5),
-        ttl=st.none() | st.none() | SECONDS.map(lambda seconds: seconds + 0.75),
+        delay=st.sampled_from((None, None, None, 0.5, 2.5, 7.5)),
+        ttl=st.sampled_from((None, None, None, 1.75, 5.75, 20.75)),
         headers=st.sampled_from(({}, {"tenant": "acme"})),
+        count=st.integers(1, 4),
     )
     def put(
+        self,
+        name: str,
+        priority: int,
+        delay: float | None,
+        ttl: float | None,
+        headers: dict[str, str],
+        count: int,
+    ) -> None:
+        for _ in range(count):
+            self.put_one(name, priority, delay, ttl, headers)
+
+    def put_one(
         self,
         name: str,
         priority: int,
@@ -254,8 +267,16 @@ class EngineModel(RuleBasedStateMachine):
         sent = self.run(work)
         assert (sent.message_id, sent.position) == (id, expected)
 
-    @rule(share=st.sampled_from(SHARES), lease=SECONDS.map(lambda seconds: seconds + 0.25))
-    def claim(self, share: tuple[str, str | None], lease: float) -> None:
+    @rule(
+        data=st.data(), lease=st.sampled_from((0.25, 3.25, 10.25, 60.25)), count=st.integers(1, 3)
+    )
+    def claim(self, data: st.DataObject, lease: float, count: int) -> None:
+        shares = [share for share in SHARES if self.ready(share)] or SHARES
+        share = data.draw(st.sampled_from(shares))
+        for _ in range(count):
+            self.claim_one(share, lease)
+
+    def claim_one(self, share: tuple[str, str | None], lease: float) -> None:
         name, group = share
         expected = self.ready(share)[:1]
         delivery = self.run(self.engine.consume(name, 0, lease, group=group))
@@ -293,13 +314,13 @@ class EngineModel(RuleBasedStateMachine):
             self.bury(message, "TTLExpired")
         else:
             assert answer == "requeued"
-            delay = 0.125 * 2 ** (message.attempt - 1)
+            delay = BACKOFF * 2 ** (message.attempt - 1)
             message.scheduled = (self.now + delay, self.number())
             return
         assert answer == "dead_lettered"
 
     @precondition(lambda self: self.held())
-    @rule(data=st.data(), seconds=SECONDS.map(lambda seconds: seconds + 0.25))
+    @rule(data=st.data(), seconds=st.sampled_from((1.25, 5.25, 30.25)))
     def extend(self, data: st.DataObject, seconds: float) -> None:
         message = data.draw(st.sampled_from(self.held()))
         assert message.delivery is not None
@@ -323,11 +344,12 @@ class EngineModel(RuleBasedStateMachine):
         with pytest.raises(LifecycleError):
             self.run(delivery.ack())
 
-    @rule(seconds=st.integers(1, 5))
+    @rule(seconds=st.sampled_from((1, 1, 2, 4, 12)))
     def wait(self, seconds: int) -> None:
         self.run(self.clock.advance(seconds))
         self.pass_time(self.now)
 
+    @precondition(lambda self: len(self.messages) >= 10)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def purge(self, name: str) -> None:
         gone = [m for m in self.messages if m.share[0] == name and m.delivery is None]
@@ -347,6 +369,7 @@ class EngineModel(RuleBasedStateMachine):
         assert self.run(self.engine.remove(chosen.share[0], [chosen.id])) == len(gone)
         self.messages = [message for message in self.messages if message not in gone]
 
+    @precondition(lambda self: len(self.messages) >= 12)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def delete(self, name: str) -> None:
         """And make it anew; its dead letters stay."""
@@ -371,6 +394,7 @@ class EngineModel(RuleBasedStateMachine):
             self.messages.append(message)
         assert self.run(self.engine.retry_dead_letters(name, [chosen.id])) == len(again)
 
+    @precondition(lambda self: len(self.letters) >= 5)
     @rule(name=st.sampled_from((QUEUE, TOPIC)))
     def purge_letters(self, name: str) -> None:
         gone = [letter for letter in self.letters if letter.share[0] == name]
@@ -382,7 +406,8 @@ class EngineModel(RuleBasedStateMachine):
         """Compaction and a snapshot change nothing that anybody can see."""
         self.run(self.engine.storage.tidy(rotate=rotate))
 
-    @rule(crash=st.booleans(), down=st.integers(0, 4))
+    @precondition(lambda self: len(self.messages) >= 3)
+    @rule(crash=st.booleans(), down=st.sampled_from((0, 0, 0, 1, 4)))
     def reopen(self, crash: bool, down: int) -> None:
         """Stop and come back ``down`` seconds later. A crash leaves what was written."""
         self.run(self.engine.written())
