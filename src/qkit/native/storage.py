@@ -218,6 +218,7 @@ class Storage:
 
     async def _compact(self) -> None:
         sizes = await self._in_thread(self.log.segments)
+        await self.log.sync()  # a segment may be complete before the index has heard what is in it
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
         runs = choose(
