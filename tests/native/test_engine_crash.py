@@ -23,7 +23,10 @@ from typing import Any, cast
 
 import pytest
 
+from qkit.native import Engine
+from qkit.native.disk import Disk
 from qkit.native.segment import name_of
+from qkit.native.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.books import Books
 from tests.support.disk import Call, Mode, SimulatedDisk
@@ -204,6 +207,53 @@ async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(cl
     found = await view(engine)
     await engine.aclose()
     assert {"1", "3"} <= {item.id for item in found}
+
+
+class GatedDisk(Disk):
+    """A disk that can be told to wait when a certain segment has been begun."""
+
+    def __init__(self, path: Path, segment: int) -> None:
+        super().__init__(path)
+        self.gate = threading.Event()
+        self.waiting = threading.Event()
+        self._name = name_of(segment)
+        self._begun = False
+
+    def rename(self, old: str, new: str) -> None:
+        super().rename(old, new)
+        self._begun = new == self._name
+
+    def sync_directory(self) -> None:
+        super().sync_directory()
+        if self._begun:
+            self._begun = False
+            self.waiting.set()
+            assert self.gate.wait(10)
+
+
+async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_completed(tmp_path):
+    """The writer's thread ends a segment before the loop has heard what is in it."""
+    disk = GatedDisk(tmp_path / "data", 3)
+    engine = Engine()
+    await engine.attach(Storage(disk, clock=engine.clock, segment_bytes=1_000))
+    await engine.create("orders")
+    await engine.publish("orders", bytes(600), message_id="first")  # segment 1 is full
+    sends = asyncio.gather(
+        *(engine.publish("orders", bytes(200), message_id=str(number)) for number in range(8))
+    )
+    await asyncio.to_thread(disk.waiting.wait, 10)
+    tidy = asyncio.ensure_future(engine.storage.tidy(rotate=False))
+    await asyncio.sleep(0.1)  # it looks at the segments meanwhile
+    disk.gate.set()
+    await sends
+    await tidy
+    await asyncio.to_thread(shutil.copytree, tmp_path / "data", tmp_path / "killed")
+    await engine.aclose()
+
+    engine = await open_engine(tmp_path / "killed")
+    found = [item.id for item in await view(engine)]
+    await engine.aclose()
+    assert found == ["first", *(str(number) for number in range(8))]
 
 
 # kill -9 of a real process
