@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down bench docs requirements clean
+.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down bench bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -51,16 +51,27 @@ brokers-up: ## Start Redis, RabbitMQ and Kafka and print their addresses
 brokers-down: ## Stop them and remove their data
 	@scripts/brokers down
 
-bench: setup ## Run benchmarks/*.py
-	@shopt -s nullglob; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python "$$file"; done
+BENCH_STAMP := .venv/.bench-ready
+
+$(BENCH_STAMP): $(STAMP) requirements/bench.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	@touch $@
+
+bench: $(BENCH_STAMP) ## Run the benchmarks and print their figures; OPTIONS="--only durable"
+	@$(BIN)/python -m benchmarks.native $(OPTIONS)
+
+bench-check: $(BENCH_STAMP) ## The same, and fail if a bar is missed without a waiver
+	@$(BIN)/python -m benchmarks.native --check $(OPTIONS)
 
 docs: setup ## Run every example in the docs and docstrings, check links and requirements
 	$(BIN)/python -m pytest src tests/test_docs.py tests/test_requirements.py tests/examples
 
-requirements: setup ## Compile requirements/dev.txt anew from dev.in
-	CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \
-		--allow-unsafe --strip-extras --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
-		--output-file requirements/dev.txt requirements/dev.in
+requirements: setup ## Compile requirements/*.txt anew from *.in
+	for name in dev bench; do \
+		CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \
+			--allow-unsafe --strip-extras --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
+			--output-file requirements/$$name.txt requirements/$$name.in; \
+	done
 
 clean: ## Remove .venv, brokers, caches and build output
 	scripts/brokers down

@@ -1,0 +1,248 @@
+"""The durable engine beside raw appends to a file and beside peers on SQLite.
+
+Everything is written to one directory's file system. What is synced is timed by the clock; what is
+only handed to the operating system, by CPU time, which includes the system's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks._in_memory import BODY, peer
+from benchmarks._measure import Figure, Missing, Scale, Suite
+from qkit.message import new_id
+from qkit.native import Engine
+from qkit.native.encode import encode_publish
+from qkit.native.segment import FRAME_SIZE
+
+__all__ = ["IN_FLIGHT", "RECORD", "SUITES", "together"]
+
+IN_FLIGHT = 100
+RECORD = b"r" * (len(encode_publish(1, 1, new_id(), BODY)) + FRAME_SIZE)  # as long as qkit's
+
+
+async def together(
+    count: int,
+    one: Callable[[], Awaitable[object]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Do something ``count`` times, a hundred of them in flight; the seconds for each."""
+
+    async def worker(share: int) -> None:
+        for _ in range(share):
+            await one()
+
+    started = clock()
+    share = max(1, count // IN_FLIGHT)
+    await asyncio.gather(*[worker(share) for _ in range(IN_FLIGHT)])
+    return (clock() - started) / (share * IN_FLIGHT)
+
+
+def _raw(path: Path, count: int, group: int, *, sync: bool) -> float:
+    """Seconds for each record when so many go to the system by one call."""
+    clock = time.perf_counter if sync else time.process_time
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    records = [RECORD] * group
+    started = clock()
+    if group == 1:
+        for _ in range(count):
+            os.write(fd, RECORD)
+    else:
+        for _ in range(max(1, count // group)):
+            os.write(fd, b"".join(records))
+            if sync:
+                os.fdatasync(fd)
+    spent = clock() - started
+    os.close(fd)
+    return spent / (max(1, count // group) * group)
+
+
+async def _qkit(path: Path, count: int, fsync: Any) -> tuple[float, float]:
+    """Seconds for a send, and for a consume with its ack."""
+    clock = time.process_time if fsync == "never" else time.perf_counter
+    async with await Engine.open(path, fsync=fsync) as engine:
+        await engine.create("bench", max_depth=count + IN_FLIGHT)
+
+        async def settle() -> None:
+            delivery = await engine.consume("bench", timeout=None)
+            assert delivery is not None
+            await delivery.ack()
+
+        sent = await together(count, lambda: engine.publish("bench", BODY), clock)
+        return sent, await together(count, settle, clock)
+
+
+async def _side_by_side(path: Path, count: int) -> float:
+    """Seconds for a message when a hundred send while a hundred consume."""
+    async with await Engine.open(path, fsync="always") as engine:
+        await engine.create("bench", max_depth=count + IN_FLIGHT)
+
+        async def settle() -> None:
+            delivery = await engine.consume("bench", timeout=None)
+            assert delivery is not None
+            await delivery.ack()
+
+        spent = await asyncio.gather(
+            together(count, lambda: engine.publish("bench", BODY)), together(count, settle)
+        )
+        return max(spent)
+
+
+async def _send(scale: Scale) -> Mapping[str, float]:
+    path = scale.directory
+    always, never = "always", "never"
+    groups = _raw(path / "groups", scale.count, IN_FLIGHT, sync=True)
+    sent, settled = await _qkit(path / always, scale.count, always)
+    again = _raw(path / "groups", scale.count, IN_FLIGHT, sync=True)
+    groups = (groups + again) / 2  # before and after: a disk changes its mind
+    single = _raw(path / "single", scale.count, 1, sync=False)
+    joined = _raw(path / "joined", scale.count, IN_FLIGHT, sync=False)
+    unsynced, _ = await _qkit(path / never, scale.count, never)
+    return {
+        "durable.send": groups / sent,
+        "durable.send_rate": 1 / sent,
+        "durable.settle_rate": 1 / settled,
+        "never.send": single / unsynced,
+        "never.send_grouped": joined / unsynced,
+        "never.send_rate": 1 / unsynced,
+    }
+
+
+# Peers: each put is on the disk before it returns. What else each of them syncs is its own affair;
+# ``relaxed`` lets it leave the consumer's side to the operating system, as qkit does.
+
+
+class _Peer:
+    """Seconds for a put, for a get with its acknowledgement, and for the latter relaxed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def run(
+        self,
+        put: Callable[[], object],
+        settle: Callable[[], object],
+        connection: sqlite3.Connection,
+    ) -> tuple[float, float, float]:
+        connection.execute("PRAGMA synchronous = FULL")
+        assert connection.execute("PRAGMA synchronous").fetchone()[0] == 2
+        sent = self._time(put)
+        settled = self._time(settle)
+        self._time(put)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        return sent, settled, self._time(settle)
+
+    def _time(self, one: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        for _ in range(self.count):
+            one()
+        return (time.perf_counter() - started) / self.count
+
+
+def _persist_queue(path: Path, count: int) -> tuple[float, float, float]:
+    queue = peer("persistqueue").FIFOSQLiteQueue(str(path), auto_commit=True)
+    try:
+        return _Peer(count).run(
+            lambda: queue.put(BODY), lambda: queue.get(block=False), queue._conn
+        )
+    finally:
+        queue.close()
+
+
+def _persist_queue_ack(path: Path, count: int) -> tuple[float, float, float]:
+    queue = peer("persistqueue").SQLiteAckQueue(str(path), auto_commit=True)
+
+    def settle() -> None:
+        item = queue.get(block=False, raw=True)
+        queue.ack(id=item["pqid"])
+
+    try:
+        return _Peer(count).run(lambda: queue.put(BODY), settle, queue._conn)
+    finally:
+        queue.close()
+
+
+def _huey(path: Path, count: int) -> tuple[float, float, float]:
+    path.mkdir()
+    storage = peer("huey.storage").SqliteStorage("bench", str(path / "huey.db"), fsync=True)
+    try:
+        return _Peer(count).run(lambda: storage.enqueue(BODY), storage.dequeue, storage.conn)
+    finally:
+        storage.close()
+
+
+def _litequeue(path: Path, count: int) -> tuple[float, float, float]:
+    path.mkdir()
+    queue = peer("litequeue").LiteQueue(str(path / "lite.db"))
+    body = BODY.decode()
+    try:
+        return _Peer(count).run(
+            lambda: queue.put(body), lambda: queue.done(queue.pop().message_id), queue.conn
+        )
+    finally:
+        queue.close()
+
+
+PEERS: dict[str, Callable[[Path, int], tuple[float, float, float]]] = {
+    "persist-queue": _persist_queue,
+    "persist-queue with ack": _persist_queue_ack,
+    "huey": _huey,
+    "litequeue": _litequeue,
+}
+
+
+async def _peers(scale: Scale) -> Mapping[str, float]:
+    count = scale.of(300, 5)
+    best, relaxed, failures = float("inf"), float("inf"), list[str]()
+    for name, run in PEERS.items():
+        try:
+            sent, settled, left = run(scale.directory / name, count)
+        except Missing as reason:
+            failures.append(str(reason))
+            continue
+        best = min(best, sent + settled)
+        relaxed = min(relaxed, sent + left)
+    if failures:  # the best of those that happen to be there is not the best
+        raise Missing(", ".join(failures))
+    sent, settled = await _qkit(scale.directory / "phases", scale.count, "always")
+    mixed = await _side_by_side(scale.directory / "mixed", scale.count)
+    return {
+        "durable.cycle": best / (sent + settled),
+        "durable.cycle_mixed": best / mixed,
+        "durable.cycle_relaxed": relaxed / (sent + settled),
+        "durable.cycle_rate": 1 / (sent + settled),
+        "peers.cycle_rate": 1 / best,
+    }
+
+
+SUITES = (
+    Suite(
+        "durable",
+        (
+            Figure("durable.send", "fsync always: send / raw groups of 100 with fdatasync", 0.3),
+            Figure("durable.send_rate", "fsync always: sends", None, "/s"),
+            Figure("durable.settle_rate", "fsync always: consume + ack", None, "/s"),
+            Figure("never.send", "fsync never: send / raw writes of one record", 0.25),
+            Figure("never.send_grouped", "fsync never: send / raw writes of 100 joined"),
+            Figure("never.send_rate", "fsync never: sends in a CPU second", None, "/s"),
+        ),
+        _send,
+    ),
+    Suite(
+        "peers",
+        (
+            Figure("durable.cycle", "send, then consume + ack / best SQLite peer", 15.0),
+            Figure("durable.cycle_mixed", "the same, senders beside consumers"),
+            Figure("durable.cycle_relaxed", "the same as the first, peers' gets not synced"),
+            Figure("durable.cycle_rate", "send + consume + ack", None, "/s"),
+            Figure("peers.cycle_rate", "put + get + ack of the best peer", None, "/s"),
+        ),
+        _peers,
+    ),
+)

@@ -1,0 +1,132 @@
+"""A native directory through the Unix socket of its owner, beside the same in one process.
+
+The owner is a process of its own, as it is in use: this module run as a program.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks._durable import IN_FLIGHT, together
+from benchmarks._in_memory import BODY
+from benchmarks._measure import Figure, Missing, Scale, Suite
+from qkit.backend import QueueSpec, SubscriptionSpec
+from qkit.backends.native import NativeBackend
+from qkit.message import Envelope, new_id
+from qkit.native import Engine
+
+__all__ = ["SUITES"]
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"qkit.backends.socket.{name}")
+    except ImportError as error:
+        raise Missing("the socket cannot be imported: it is not part of this tree yet") from error
+
+
+async def _drive(backend: Any, count: int) -> tuple[float, float]:
+    """Seconds for a send, and for a delivery with its ack; a hundred of either in flight."""
+    await backend.declare(QueueSpec(name="bench", max_depth=count + IN_FLIGHT))
+    sent = await together(count, lambda: backend.publish("bench", [Envelope(new_id(), BODY)]))
+    spec = SubscriptionSpec(queue="bench", group="bench", consumer="bench", prefetch=IN_FLIGHT)
+    async with backend.subscribe(spec) as source:
+        started, done = time.perf_counter(), 0
+        while done < count // IN_FLIGHT * IN_FLIGHT:
+            deliveries = await source.receive(IN_FLIGHT)
+            await asyncio.gather(*[source.ack(delivery) for delivery in deliveries])
+            done += len(deliveries)
+        return sent, (time.perf_counter() - started) / done
+
+
+@asynccontextmanager
+async def _engine(path: Path, kind: str) -> AsyncGenerator[Engine]:
+    async with Engine() if kind == "memory" else await Engine.open(path) as engine:
+        yield engine
+
+
+async def _in_process(path: Path, count: int, kind: str) -> tuple[float, float]:
+    async with _engine(path, kind) as engine:
+        return await _drive(NativeBackend(engine=engine), count)
+
+
+async def _through_socket(path: Path, count: int, kind: str) -> tuple[float, float]:
+    client = _module("client")
+    await asyncio.to_thread(path.mkdir, exist_ok=True)
+    owner = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "benchmarks._socket",
+        str(path),
+        kind,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parent.parent,
+    )
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    try:
+        if await owner.stdout.readline() != b"ready\n":
+            raise RuntimeError("the owner did not start")
+        backend = client.SocketBackend(path / "socket")
+        await backend.start()
+        try:
+            return await _drive(backend, count)
+        finally:
+            await backend.aclose()
+    finally:
+        owner.stdin.close()  # which ends it
+        await owner.wait()
+
+
+async def _socket(scale: Scale) -> Mapping[str, float]:
+    _module("client")
+    path, count = scale.directory, scale.count
+    ours = await _in_process(path / "own", count, "durable")
+    theirs = await _through_socket(path / "shared", count, "durable")
+    quick = await _in_process(path, count, "memory")
+    called = await _through_socket(path / "memory", count, "memory")
+    return {
+        "socket.send": ours[0] / theirs[0],
+        "socket.settle": ours[1] / theirs[1],
+        "socket.cycle": sum(ours) / sum(theirs),
+        "socket.cycle_rate": 1 / sum(theirs),
+        "socket.memory_send": quick[0] / called[0],
+        "socket.memory_settle": quick[1] / called[1],
+    }
+
+
+async def _serve(path: Path, kind: str) -> None:
+    async with _engine(path, kind) as engine:
+        backend = NativeBackend(engine=engine)
+        server = _module("server").SocketServer(backend, engine, path / "socket")
+        await server.start()
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+        await server.aclose()
+
+
+SUITES = (
+    Suite(
+        "socket",
+        (
+            Figure("socket.send", "through the socket: send / in process, fsync always", 0.3),
+            Figure("socket.settle", "through the socket: consume + ack / in process", 0.3),
+            Figure("socket.cycle", "through the socket: both / in process", 0.3),
+            Figure("socket.cycle_rate", "through the socket: send + consume + ack", None, "/s"),
+            Figure("socket.memory_send", "the same in memory: send"),
+            Figure("socket.memory_settle", "the same in memory: consume + ack"),
+        ),
+        _socket,
+    ),
+)
+
+if __name__ == "__main__":
+    asyncio.run(_serve(Path(sys.argv[1]), sys.argv[2]))

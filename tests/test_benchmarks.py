@@ -1,0 +1,131 @@
+"""The machinery of the benchmarks: every suite runs, and bars and waivers mean what they say.
+
+Nothing here asserts a time: that is what ``make bench-check`` is for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import _measure, native
+from benchmarks._measure import Figure, Missing, Result, Scale, Suite, Waiver, judge, measure
+
+RATE = Figure("rate", "the more the better", 2.0)
+SIZE = Figure("size", "the less the better", 100, "B", at_most=True)
+
+
+def result(figure: Figure, *samples: float) -> Result:
+    return Result(figure, list(samples))
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "state"),
+    [
+        (RATE, 2.0, "pass"),
+        (RATE, 1.9, "fail"),
+        (SIZE, 100.0, "pass"),
+        (SIZE, 101.0, "fail"),
+        (replace(RATE, bar=None), 0.0, "info"),
+    ],
+)
+def test_a_bar_is_the_least_or_the_most(figure: Figure, value: float, state: str) -> None:
+    found = result(figure, value)
+    assert judge([found], {}) is (state != "fail")
+    assert found.state == state
+
+
+def test_a_figure_is_its_median() -> None:
+    assert result(RATE, 0.1, 5.0, 2.5).median == 2.5
+    assert result(RATE).median is None
+
+
+def test_a_waived_figure_does_not_fail_and_tells_the_reason() -> None:
+    missed, other = result(RATE, 1.0), result(SIZE, 200.0)
+    assert not judge([missed, other], {"rate": Waiver("the disk is slow", 1.0)})
+    assert (missed.state, other.state) == ("waived", "fail")
+    assert "the disk is slow" in _measure.table([missed, other])
+
+
+def test_a_waiver_whose_figure_meets_its_bar_is_obsolete() -> None:
+    met = result(RATE, 3.0)
+    assert judge([met], {"rate": Waiver("was slow")})
+    assert met.state == "obsolete"
+    assert "waivers.toml" in _measure.table([met])
+
+
+def test_a_missing_figure_fails_unless_it_is_waived() -> None:
+    gone = result(RATE)
+    assert not judge([gone], {})
+    assert gone.state == "missing"
+    assert judge([gone], {"rate": Waiver("not built yet")})
+
+
+def suite(name: str, order: list[str], *, costly: bool = False) -> Suite:
+    async def run(scale: Scale) -> Mapping[str, float]:
+        assert scale.directory.is_dir()
+        order.append(name)
+        return {name: float(len(order))}
+
+    return Suite(name, (Figure(name, name),), run, costly)
+
+
+def test_repetitions_are_interleaved_and_costly_suites_run_less_often(tmp_path: Path) -> None:
+    order: list[str] = []
+    suites = [suite("a", order), suite("b", order, costly=True), suite("c", order)]
+    results = measure(suites, Scale(1, True, tmp_path), 3, say=lambda line: None)
+    assert order == ["a", "b", "c", "a", "c", "a", "c"]
+    assert [item.samples for item in results] == [[1.0, 4.0, 6.0], [2.0], [3.0, 5.0, 7.0]]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_suite_without_its_peer_is_missing_and_the_others_run(tmp_path: Path) -> None:
+    async def run(scale: Scale) -> Mapping[str, float]:
+        raise Missing("somequeue is not installed")
+
+    order: list[str] = []
+    suites = [Suite("peer", (RATE,), run), suite("a", order)]
+    missing, there = measure(suites, Scale(1, True, tmp_path), 2, say=lambda line: None)
+    assert (missing.samples, missing.note) == ([], "somequeue is not installed")
+    assert len(there.samples) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"), [(None, ["a", "b"]), ("b", ["b"]), ("[ab]", ["a", "b"]), ("x", [])]
+)
+def test_only_chooses_suites_by_name_or_figure(pattern: str | None, names: list[str]) -> None:
+    chosen = _measure.select([suite("a", []), suite("b", [])], pattern)
+    assert [item.name for item in chosen] == names
+
+
+def test_the_check_exits_1_for_a_missed_bar_and_writes_what_it_saw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def run(scale: Scale) -> Mapping[str, float]:
+        return {"rate": 1.0}
+
+    suites, output = [Suite("some", (RATE,), run)], tmp_path / "some.json"
+    assert _measure.main(suites, output, "", ["--quick"], {}) == 0
+    assert _measure.main(suites, output, "", ["--quick", "--check"], {}) == 1
+    assert _measure.main(suites, output, "", ["--check"], {"rate": Waiver("known")}) == 0
+    assert json.loads(output.read_text())["figures"]["rate"]["samples"] == [1.0] * 5
+    assert "the more the better" in capsys.readouterr().out
+
+
+def test_every_waiver_names_a_figure_and_says_why() -> None:
+    names = {figure.name for suite in native.SUITES for figure in suite.figures}
+    for name, waiver in _measure.waivers().items():
+        assert name in names
+        assert waiver.reason
+
+
+@pytest.mark.parametrize("name", [suite.name for suite in native.SUITES])
+def test_every_suite_of_the_native_engine_gives_its_figures(name: str, tmp_path: Path) -> None:
+    (chosen,) = [suite for suite in native.SUITES if suite.name == name]
+    tiny = Scale(200, True, tmp_path)
+    for found in measure([chosen], tiny, 1, say=lambda line: None):
+        assert found.samples or found.note.endswith(("is not installed", "this tree yet"))
