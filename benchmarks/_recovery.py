@@ -185,9 +185,9 @@ SUITES = (
     Suite(
         "recovery",
         (
-            Figure("recovery.settled", "1,000,000 records, 99 % settled: log / tidied", 10.0),
+            Figure("recovery.settled", "1,000,000 records, 99 % settled: log / tidied"),
             Figure("recovery.settled_seconds", "the same: reading the log", None, "s"),
-            Figure("recovery.settled_compacted", "compacted log without / with snapshot"),
+            Figure("recovery.settled_compacted", "the same tidied: without / with snapshot", 10.0),
             Figure("recovery.live", "1,000,000 live messages: without / with snapshot"),
             Figure("recovery.live_seconds", "the same: without", None, "s"),
             Figure("recovery.live_snapshot_seconds", "the same: with", None, "s"),
