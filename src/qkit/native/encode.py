@@ -56,6 +56,7 @@ __all__ = [
     "encode_release",
     "encode_remove",
     "renumbered",
+    "without_body",
 ]
 
 _pack_publish: Final = MESSAGE.pack
@@ -166,10 +167,25 @@ def encode_fanout(targets: Sequence[tuple[int, int]], publish: bytes) -> bytes:
     return _sized(head + _packed(struct.Struct("<" + "IQ" * len(targets)).pack, *flat) + publish)
 
 
-def renumbered(publish: bytes, targets: Sequence[tuple[int, int]], *, bulk: bool = False) -> bytes:
+def without_body(publish: bytes) -> bytes:
+    """The content of a message less its body.
+
+    >>> without_body(encode_publish(1, 1, "0190", b"{}")) == encode_publish(1, 1, "0190", b"")
+    True
+    """
+    end: int = MESSAGE.size + MESSAGE.unpack_from(publish)[-1]
+    if publish[1] & EXTENDED:
+        key_length, header_length = MESSAGE_EXTRA.unpack_from(publish, MESSAGE.size)[-2:]
+        end += MESSAGE_EXTRA.size + key_length + header_length
+    return publish[:end]
+
+
+def renumbered(
+    publish: bytes, targets: Sequence[tuple[int, int]], *, bulk: bool | None = None
+) -> bytes:
     """The content of a message as one for these (queue, seq) targets, one or several.
 
-    ``bulk``: it counts only if an ``Inbox`` follows.
+    ``bulk``: whether it counts only if an ``Inbox`` follows; else that stays as it is.
 
     >>> from qkit.native.record import decode
     >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
@@ -177,8 +193,8 @@ def renumbered(publish: bytes, targets: Sequence[tuple[int, int]], *, bulk: bool
     """
     content = bytearray(publish)
     WHOSE.pack_into(content, WHOSE_AT, *targets[0])
-    if bulk:
-        content[1] |= BULK
+    if bulk is not None:
+        content[1] = content[1] | BULK if bulk else content[1] & ~BULK
     one = bytes(content)
     return one if len(targets) == 1 else encode_fanout(targets, one)
 

@@ -49,6 +49,7 @@ logger = logging.getLogger("qkit.native")
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
+RESTORED_AT_ONCE: Final = 1_000
 MEMORY_LIMIT: Final = 64 << 20
 
 
@@ -149,7 +150,10 @@ class Engine:
             if replay.orphans:
                 names = ", ".join(replay.orphans)
                 logger.warning("queues whose declaration was lost have new names: %s", names)
-            for message in replay.recovered:
+            recovered, storage.recovered = storage.recovered, []
+            for at, message in enumerate(recovered):
+                if at % RESTORED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # others have the loop too
                 actor = actors.get(message.queue)
                 if actor is not None:
                     actor.restore(message)

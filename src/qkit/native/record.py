@@ -32,6 +32,7 @@ __all__ = [
     "Release",
     "Remove",
     "decode",
+    "decode_publish",
 ]
 
 MAX_CONTENT: Final = 1 << 30  # so that two of them fit any segment's 32-bit offsets
@@ -184,7 +185,8 @@ def decode(content: bytes) -> Record:
         raise RecordError(f"no record of this format: type {kind}: {error!r}") from error
 
 
-def _decode_publish(content: bytes, start: int = 0) -> Publish:
+def decode_publish(content: bytes, start: int = 0) -> Publish:
+    """The message whose record begins at ``start``."""
     kind, flags, queue, seq, priority, at, id_length = MESSAGE.unpack_from(content, start)
     if kind != PUBLISH:
         raise RecordError(f"a record of type {kind} where a message was expected")
@@ -240,7 +242,7 @@ def _decode_fanout(content: bytes) -> Fanout:
     (count,) = struct.unpack_from("<H", content, 1)
     numbers = struct.Struct("<" + "IQ" * count)
     flat = cast("tuple[int, ...]", numbers.unpack_from(content, TARGETS.size))
-    message = _decode_publish(content, TARGETS.size + numbers.size)
+    message = decode_publish(content, TARGETS.size + numbers.size)
     return Fanout(tuple(zip(flat[::2], flat[1::2], strict=True)), message)
 
 
@@ -268,13 +270,13 @@ def _decode_inbox(content: bytes) -> Inbox:
 
 def _decode_bury(content: bytes) -> Bury:
     _, queue, seq = ONE_SEQ.unpack_from(content)
-    return Bury(queue, seq, _decode_publish(content, ONE_SEQ.size))
+    return Bury(queue, seq, decode_publish(content, ONE_SEQ.size))
 
 
 _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
     DECLARE: _decode_declare,
     DELETE: lambda content: Delete(QUEUE.unpack(content)[1]),
-    PUBLISH: _decode_publish,
+    PUBLISH: decode_publish,
     FANOUT: _decode_fanout,
     CLAIM: _decode_claim,
     ACK: lambda content: Ack(*_decode_seqs(content)),

@@ -1,8 +1,14 @@
-"""From the records of a log back to the queues and messages they tell of."""
+"""From the records of a log back to the queues and messages they tell of.
+
+Until the log has come to its end a message is the bytes of its record, and what happened to it a
+number beside them: most are settled before that, and a million objects would stop the process for
+the garbage collector's sake.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Final
 
 from qkit.native.encode import (
     encode_claim,
@@ -10,9 +16,16 @@ from qkit.native.encode import (
     encode_inbox,
     encode_publish,
     renumbered,
+    without_body,
 )
 from qkit.native.index import Index
 from qkit.native.record import (
+    BULK,
+    ONE_SEQ,
+    PUBLISH,
+    TARGETS,
+    WHOSE,
+    WHOSE_AT,
     Ack,
     Bury,
     Claim,
@@ -24,10 +37,13 @@ from qkit.native.record import (
     Release,
     Remove,
     decode,
+    decode_publish,
 )
 from qkit.native.recovery import Entry
 
 __all__ = ["Recovered", "Replay", "messages_in"]
+
+_whose: Final = WHOSE.unpack_from
 
 
 class Recovered:
@@ -82,54 +98,56 @@ class Recovered:
 class Replay:
     """What a log says, record by record; records about unknown messages say nothing.
 
-    Bodies above ``limit`` bytes in sum are left on the disk.
+    Bodies above ``limit`` bytes in sum are left on the disk. With ``repaired`` a queue that nobody
+    declared nor deleted gets a name, noted in ``orphans``; else what is in it was never confirmed.
     """
 
-    def __init__(self, limit: int = 0) -> None:
+    def __init__(self, limit: int = 0, *, repaired: bool = False) -> None:
         self.limit = limit
         self.index = Index()
         self.queues: dict[int, Declare] = {}
-        self.messages: dict[int, Recovered] = {}
         self.taken: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
-        self.orphans: list[str] = []  # names given to queues without one
-        self.recovered: list[Recovered] = []
+        self.orphans: list[str] = []
         self.held = 0  # bytes of bodies in memory
         self.last_queue = 0
         self.last_seq = 0
         self.records = 0
+        self._repaired = repaired
+        self._messages: dict[int, bytes] = {}  # their records
+        self._bodiless: set[int] = set()  # those whose record is here without its body
+        self._claimed: dict[int, int] = {}  # the attempt, of what a consumer holds
+        self._released: dict[int, Release] = {}
+        self._bulk: dict[int, bytes] = {}  # of bulk files that may not have come to their end
         self._deleted: dict[int, int] = {}  # queues, and the last message before that
-        self._bulk: dict[int, Recovered] = {}  # of bulk files that may not have come to their end
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Follow the log from where it was left."""
-        messages, index = self.messages, self.index
+        messages, index = self._messages, self.index
         for position, content in entries:
             self.records += 1
+            if content[0] == PUBLISH:
+                self._publish(content)
+                index.add(_whose(content, WHOSE_AT)[1], position)
+                continue
             record = decode(content)
             match record:
-                case Publish():
-                    self._publish(record, record.queue, record.seq)
-                    index.add(record.seq, position)
                 case Claim():
                     for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                        if (message := messages.get(seq)) is not None:
-                            message.attempt, message.held, message.due = attempt, True, 0.0
+                        if seq in messages:
+                            self._claimed[seq] = attempt
                 case Ack() | Remove():
                     for seq in record.seqs:
                         self._forget(seq)
                 case Release():
-                    if (message := messages.get(record.seq)) is not None:
-                        message.attempt, message.held = record.attempt, False
-                        message.due = record.due
-                        if record.headers is not None:
-                            message.headers = record.headers or None
+                    self._release(record)
                 case Bury():
-                    self._bury(record)
+                    self._bury(record, content[ONE_SEQ.size :])
                     index.add(record.letter.seq, position)
                 case Fanout():
-                    for queue, seq in record.targets:
-                        self._publish(record.message, queue, seq)
-                        index.add(seq, position)
+                    message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
+                    for target in record.targets:
+                        self._publish(renumbered(message, [target]))
+                        index.add(target[1], position)
                 case Declare():
                     self.queues[record.queue] = record
                     self.last_queue = max(self.last_queue, record.queue)
@@ -139,22 +157,79 @@ class Replay:
                     self.last_queue = max(self.last_queue, record.queue)
                 case Inbox():
                     self._take(record)
+                case Publish():
+                    raise AssertionError("dealt with before")
+
+    def _publish(self, content: bytes) -> None:
+        seq = _whose(content, WHOSE_AT)[1]
+        self.last_seq = max(self.last_seq, seq)
+        head = without_body(content)
+        body = len(content) - len(head)
+        if self.held + body > self.limit:
+            content = head
+            self._bodiless.add(seq)
+        else:
+            self.held += body
+        (self._bulk if content[1] & BULK else self._messages)[seq] = content
+
+    def _release(self, record: Release) -> None:
+        seq = record.seq
+        if seq not in self._messages:
+            return
+        self._claimed.pop(seq, None)
+        before = self._released.get(seq)
+        if record.headers is None and before is not None:
+            record = record._replace(headers=before.headers)
+        self._released[seq] = record
+
+    def _bury(self, record: Bury, letter: bytes) -> None:
+        """Nothing has happened if the letter's queue is unknown: the message is still there.
+
+        Its declaration and this record may both be among the last writes, of which a power loss
+        keeps any.
+        """
+        self.last_seq = max(self.last_seq, record.letter.seq)
+        if record.letter.queue in self.queues:
+            self._forget(record.seq)
+            self._publish(letter)
+
+    def _take(self, record: Inbox) -> None:
+        self.taken[record.name] = (record.first, record.last)
+        for seq in [seq for seq in self._bulk if record.first <= seq <= record.last]:
+            self._messages[seq] = self._bulk.pop(seq)
+
+    def _forget(self, seq: int) -> None:
+        content = self._messages.pop(seq, None) or self._bulk.pop(seq, None)
+        if content is not None:
+            self.index.forget(seq)
+            self._claimed.pop(seq, None)
+            self._released.pop(seq, None)
+            if seq in self._bodiless:
+                self._bodiless.discard(seq)
+            else:
+                self.held -= len(content) - len(without_body(content))
+
+    # Snapshots
 
     def load(self, contents: Iterable[bytes]) -> None:
         """Take over what a snapshot tells, of messages that are still in the log.
 
         The index is filled before. What compaction took out of the log since was settled since.
         """
+        find = self.index.find
         for content in contents:
+            if content[0] == PUBLISH:
+                seq = _whose(content, WHOSE_AT)[1]
+                if find(seq) is not None:
+                    (self._bulk if content[1] & BULK else self._messages)[seq] = content
+                    self._bodiless.add(seq)
+                continue
             record = decode(content)
             match record:
-                case Publish():
-                    if self.index.find(record.seq) is not None:
-                        found = Recovered(record, record.queue, record.seq, None)
-                        (self._bulk if record.bulk else self.messages)[record.seq] = found
                 case Claim():
-                    if (message := self.messages.get(record.seqs[0])) is not None:
-                        message.held = True
+                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+                        if seq in self._messages:
+                            self._claimed[seq] = attempt
                 case Declare():
                     self.queues[record.queue] = record
                 case Inbox():
@@ -168,76 +243,66 @@ class Replay:
             yield encode_declare(number, queue.name, queue.group, queue.config)
         for name, (first, last) in self.taken.items():
             yield encode_inbox(name, first, last)
-        for message in self.messages.values():
-            if message.seq > self._deleted.get(message.queue, 0):
-                yield message.encode()
-                if message.held:
-                    yield encode_claim(message.queue, [message.seq], [message.attempt])
-        for message in self._bulk.values():
-            whose = [(message.queue, message.seq)]
-            yield renumbered(message.encode(), whose, bulk=True)
+        for seq, content in self._messages.items():
+            queue_number = _whose(content, WHOSE_AT)[0]
+            if seq <= self._deleted.get(queue_number, 0):
+                continue
+            if seq in self._released:
+                yield self._recovered(seq, content).encode()
+            elif content[1] & BULK:  # it counts by now
+                yield renumbered(without_body(content), [(queue_number, seq)], bulk=False)
+            else:
+                yield without_body(content)
+            if seq in self._claimed:
+                yield encode_claim(queue_number, [seq], [self._claimed[seq]])
+        for content in self._bulk.values():
+            yield without_body(content)
 
-    def _publish(self, record: Publish, queue: int, seq: int) -> None:
-        self.last_seq = max(self.last_seq, seq)
-        body: bytes | None = record.body
-        if self.held + len(record.body) > self.limit:
-            body = None
-        else:
-            self.held += len(record.body)
-        message = Recovered(record, queue, seq, body)
-        (self._bulk if record.bulk else self.messages)[seq] = message
+    # The end
 
-    def _bury(self, record: Bury) -> None:
-        """Nothing has happened if the letter's queue is unknown: the message is still there.
+    def finish(self) -> list[Recovered]:
+        """The log has come to its end: the messages that there are, in order.
 
-        Its declaration and this record may both be among the last writes, of which a power loss
-        keeps any.
-        """
-        letter = record.letter
-        self.last_seq = max(self.last_seq, letter.seq)
-        if letter.queue in self.queues:
-            self._forget(record.seq)
-            self._publish(letter, letter.queue, letter.seq)
-
-    def _take(self, record: Inbox) -> None:
-        self.taken[record.name] = (record.first, record.last)
-        for seq in [seq for seq in self._bulk if record.first <= seq <= record.last]:
-            self.messages[seq] = self._bulk.pop(seq)
-
-    def _forget(self, seq: int) -> None:
-        message = self.messages.pop(seq, None) or self._bulk.pop(seq, None)
-        if message is not None:
-            self.index.forget(seq)
-            if message.body is not None:
-                self.held -= len(message.body)
-
-    def finish(self) -> None:
-        """The log has come to its end: ``recovered`` are the messages that there are, in order.
-
-        Those of deleted queues go, and those of bulk files that were not taken in whole. Queues
-        that nobody declared nor deleted lost their declaration to damage that was repaired: they
-        get a name, and are noted in ``orphans``.
+        Those of deleted queues go, and those of bulk files that were not taken in whole.
         """
         for seq in list(self._bulk):
             self._forget(seq)
-        for seq, message in list(self.messages.items()):
-            if seq <= self._deleted.get(message.queue, 0):
+        for seq, content in list(self._messages.items()):
+            queue = _whose(content, WHOSE_AT)[0]
+            if seq <= self._deleted.get(queue, 0) or not self._known(queue):
                 self._forget(seq)
-            elif message.queue not in self.queues:
-                name = f"recovered-{message.queue}"
-                self.queues[message.queue] = Declare(message.queue, name, None, {})
-                self.orphans.append(name)
-        self.last_queue = max((self.last_queue, *self.queues))
-        self.index.agree(self.messages)
-        self.recovered = [self.messages[seq] for seq in sorted(self.messages)]
+        self.index.agree(self._messages)
+        messages = self._messages
+        return [self._recovered(seq, messages[seq]) for seq in sorted(messages)]
+
+    def _known(self, queue: int) -> bool:
+        if queue not in self.queues and self._repaired:
+            name = f"recovered-{queue}"
+            self.queues[queue] = Declare(queue, name, None, {})
+            self.last_queue = max(self.last_queue, queue)
+            self.orphans.append(name)
+        return queue in self.queues
+
+    def _recovered(self, seq: int, content: bytes) -> Recovered:
+        record = decode_publish(content)
+        body = None if seq in self._bodiless else record.body
+        message = Recovered(record, record.queue, seq, body)
+        released = self._released.get(seq)
+        if released is not None:
+            message.attempt, message.due = released.attempt, released.due
+            if released.headers is not None:
+                message.headers = released.headers or None
+        if seq in self._claimed:
+            message.attempt, message.held, message.due = self._claimed[seq], True, 0.0
+        return message
 
 
 def messages_in(content: bytes) -> list[int]:
     """The numbers of the messages whose body a record holds."""
+    if content[0] == PUBLISH:
+        return [_whose(content, WHOSE_AT)[1]]
     record = decode(content)
     match record:
-        case Publish():
-            return [record.seq]
         case Fanout():
             return [seq for _, seq in record.targets]
         case Bury():

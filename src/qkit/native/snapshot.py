@@ -35,6 +35,7 @@ _HEADER: Final = struct.Struct("<8sHHI16sIQQI")
 _CRC: Final = struct.Struct("<I")
 _SEGMENT: Final = struct.Struct("<III")  # number, generation, messages
 _LENGTH: Final = struct.Struct("<I")
+PIECE: Final = 1 << 18
 _NAME: Final = re.compile(r"(\d{8,10})\.snap")
 
 
@@ -44,17 +45,13 @@ def write_snapshot(log: Log, upto: int, replay: Replay) -> int:
     Older ones are removed once it is on the disk.
     """
     numbers = [number for number, _ in log.segments() if number <= upto]
-    body = b"".join(_body(log, replay, numbers))
-    head = _HEADER.pack(
-        MAGIC, VERSION, 0, upto, log.id, replay.last_queue, replay.last_seq, len(body), crc32(body)
-    )
     disk, name = log.disk, f"{upto:08}.snap"
     temporary = f"{name}.tmp"
     if temporary in disk.names():
         disk.unlink(temporary)
     fd = disk.create(temporary)
     try:
-        write_whole(disk, fd, [head + _CRC.pack(crc32(head)), body], 0)
+        size = _write(disk, fd, _body(log, replay, numbers), log.id, upto, replay)
         disk.sync(fd)
     except BaseException:
         disk.unlink(temporary)
@@ -66,7 +63,34 @@ def write_snapshot(log: Log, upto: int, replay: Replay) -> int:
     for other in disk.names():
         if _NAME.fullmatch(other) and other != name:
             disk.unlink(other)
-    return len(body)
+    return size
+
+
+def _write(
+    disk: Disk, fd: int, body: Iterator[bytes], log_id: bytes, upto: int, replay: Replay
+) -> int:
+    """Write the body in pieces, since joining it whole would stop every thread, then the header."""
+    size, crc, waiting = 0, 0, 0
+    piece: list[bytes] = []
+    for part in body:
+        piece.append(part)
+        waiting += len(part)
+        if waiting >= PIECE:
+            size, crc = _put(disk, fd, piece, size, crc)
+            piece, waiting = [], 0
+    size, crc = _put(disk, fd, piece, size, crc)
+    head = _HEADER.pack(
+        MAGIC, VERSION, 0, upto, log_id, replay.last_queue, replay.last_seq, size, crc
+    )
+    write_whole(disk, fd, [head + _CRC.pack(crc32(head))], 0)
+    return size
+
+
+def _put(disk: Disk, fd: int, parts: list[bytes], size: int, crc: int) -> tuple[int, int]:
+    data = b"".join(parts)
+    if data:
+        write_whole(disk, fd, [data], _HEADER.size + _CRC.size + size)
+    return size + len(data), crc32(data, crc)
 
 
 def _body(log: Log, replay: Replay, numbers: list[int]) -> Iterator[bytes]:

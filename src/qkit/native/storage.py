@@ -24,7 +24,7 @@ from qkit.native.inbox import bulks, check_bulk, discard, read_bulk
 from qkit.native.journal import Journal
 from qkit.native.log import SEGMENT_BYTES, Fsync, Log, tidying
 from qkit.native.record import Publish
-from qkit.native.replay import Replay
+from qkit.native.replay import Recovered, Replay
 from qkit.native.snapshot import read_snapshot, write_snapshot
 from qkit.native.topic import Topic
 
@@ -40,7 +40,7 @@ IDLE: Final = 5.0  # seconds without a write after which it is a good moment
 PERIOD: Final = 600.0  # seconds after which it is done whatever else
 WORTH: Final = 1 << 20  # bytes of new log below which a snapshot is not worth a segment's end
 CHUNK: Final = 2_000  # messages of a bulk file written together
-MOST: Final = 1_000_000  # messages above which a snapshot would cost more memory than it is worth
+MOST: Final = 2_000_000  # messages above which a snapshot would cost more memory than it is worth
 
 
 class Storage:
@@ -62,6 +62,8 @@ class Storage:
         self.path = disk.path
         self._clock = clock
         self._limit = memory_limit
+        self._repair = repair
+        self.recovered: list[Recovered] = []  # what the engine has to take over
         self._segment_bytes = segment_bytes
         self._damage: list[Damage] = []
         self._covered = 0  # the last segment that the snapshot covers
@@ -111,11 +113,11 @@ class Storage:
         return replay
 
     def _replay(self) -> Replay:
-        replay = Replay(limit=self._limit)
+        replay = Replay(limit=self._limit, repaired=self._repair)
         self._covered = read_snapshot(self.log, replay, self._damage)
         start = (self._covered + 1, 0) if self._covered else None
         replay.read(self.log.recover(start))
-        replay.finish()
+        self.recovered = replay.finish()
         return replay
 
     def start(
