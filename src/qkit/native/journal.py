@@ -29,6 +29,7 @@ from qkit.native.encode import (
 from qkit.native.log import Log, positions
 from qkit.native.record import Bury, Fanout, Publish, decode
 from qkit.native.replay import Replay
+from qkit.native.segment import FRAME_SIZE
 from qkit.native.stored import Stored, Waiting
 from qkit.native.tail import Position
 from qkit.native.writer import Done
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["Arrival", "Journal"]
 
 MANY: Final = 10_000  # messages in one record of a purge
+TOGETHER: Final = 1 << 20  # bytes of messages in one batch
 
 
 class Arrival(NamedTuple):
@@ -102,6 +104,59 @@ class _Batch:
             self._future.set_result(answers)
 
 
+_Waiting = tuple[
+    "DurableActor",
+    str,
+    bytes,
+    "dict[str, str] | None",
+    "str | None",
+    "int | None",
+    "float | None",
+    "float | None",
+    "asyncio.Future[int | None]",
+]
+
+
+class _Together:
+    """Single messages of one turn of the loop: one batch of the log, and one callback."""
+
+    __slots__ = ("_first", "_journal", "contents", "size", "turn", "waiting")
+
+    def __init__(self, journal: Journal, turn: int) -> None:
+        self._journal = journal
+        self._first = journal.next_seq
+        self.turn = turn
+        self.size = 0
+        self.contents: list[bytes] = []
+        self.waiting: list[_Waiting] = []
+
+    def done(self, position: Position | None, error: StorageError | None) -> None:
+        """Told by the log: hand each to its queue, also if its sender is gone."""
+        journal, seq = self._journal, self._first
+        if position is None:
+            for actor, *_, future in self.waiting:
+                actor.state.unreserve()
+                if error is not None and not future.done():
+                    future.set_exception(error)
+            return
+        segment, offset = position
+        now, add, keep = journal.clock.monotonic(), journal.index.add, journal.keep
+        for content, waiting in zip(self.contents, self.waiting, strict=True):
+            actor, id, body, headers, key, priority, due, expires, future = waiting
+            actor.state.unreserve()
+            add(seq, (segment, offset))
+            ahead = None
+            if actor.gone:
+                journal.index.forget(seq)
+            else:
+                kept = keep(body)
+                ahead = actor.put(now, id, kept, headers, key, priority, due, expires, seq)
+            if not future.done():
+                future.set_result(ahead)
+            seq += 1
+            offset += FRAME_SIZE + len(content)
+
+
 class Journal:
     """The log of one engine, with the numbers of its queues and messages."""
 
@@ -112,6 +167,7 @@ class Journal:
         self.next_seq = replay.last_seq + 1
         self.held = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
+        self._together: _Together | None = None  # messages that are about to leave
         self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
         self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
@@ -125,7 +181,7 @@ class Journal:
         """
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
         offset = self.clock.time() - self.clock.monotonic()
-        first = self.next_seq
+        first, self._together = self.next_seq, None  # numbers are given in the order of the log
         contents: list[bytes] = []
         try:
             for arrival in arrivals:
@@ -161,10 +217,9 @@ class Journal:
         """
         clock, state = self.clock, actor.state
         now, at = clock.monotonic(), clock.time()
-        seq = self.next_seq
         content = encode_publish(
             actor.number,
-            seq,
+            self.next_seq,
             id,
             body,
             priority=state.priority(priority),
@@ -174,39 +229,24 @@ class Journal:
             key=key,
             headers=headers,
         )
-        future: asyncio.Future[int | None] = self._loop.create_future()
-
-        def done(position: Position | None, error: StorageError | None) -> None:
-            state.unreserve()
-            if position is not None:
-                self.index.add(seq, position)
-                if actor.gone:
-                    self.index.forget(seq)
-                    ahead = None
-                else:
-                    ahead = actor.put(
-                        clock.monotonic(),
-                        id,
-                        self.keep(body),
-                        headers,
-                        key,
-                        priority,
-                        due,
-                        expires,
-                        seq,
-                    )
-                if not future.done():
-                    future.set_result(ahead)
-            elif error is not None and not future.done():
-                future.set_exception(error)
-
         state.reserve(id, priority)
-        try:
-            self.log.append_then((content,), done)
-        except BaseException:
-            state.unreserve()
-            raise
-        self.next_seq = seq + 1
+        future: asyncio.Future[int | None] = self._loop.create_future()
+        waiting = actor, id, body, headers, key, priority, due, expires, future
+        together = self._together
+        if together is None or together.turn != self.log.turn or together.size > TOGETHER:
+            together = _Together(self, self.log.turn)
+            together.contents.append(content)
+            try:
+                self.log.append_then(together.contents, together.done)
+            except BaseException:
+                state.unreserve()
+                raise
+            self._together = together
+        else:
+            together.contents.append(content)
+        together.waiting.append(waiting)
+        together.size += len(content)
+        self.next_seq += 1
         return future
 
     def _encode(self, arrival: Arrival, offset: float) -> bytes:
@@ -252,7 +292,7 @@ class Journal:
     async def _take_chunk(
         self, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
     ) -> list[tuple[DurableActor, int, Publish]]:
-        first = self.next_seq
+        first, self._together = self.next_seq, None
         contents: list[bytes] = []
         arrived: list[tuple[DurableActor, int, Publish]] = []
         for actors, content, message in chunk:
@@ -351,7 +391,7 @@ class Journal:
         priority: int,
     ) -> int:
         """A message died and its letter enters the queue ``target``; return the letter's number."""
-        seq = self.next_seq
+        seq, self._together = self.next_seq, None
         letter = encode_publish(
             target, seq, id, body, priority=priority, at=self.clock.time(), key=key, headers=headers
         )

@@ -231,7 +231,10 @@ class Log:
         return future
 
     def append_then(self, contents: Sequence[bytes], done: Done) -> None:
-        """As ``append``; ``done`` is called in the loop, in the order of the appends."""
+        """As ``append``; ``done`` is called in the loop, in the order of the appends.
+
+        Records may be added to ``contents`` as long as ``turn`` is what it was.
+        """
         writer = self._writer or self._running()
         if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
             _check(contents)
@@ -296,6 +299,11 @@ class Log:
     def owed(self) -> int:
         """How many records of ``append_nowait`` a full disk has put off."""
         return 0 if self._writer is None else self._writer.owed
+
+    @property
+    def turn(self) -> int:
+        """Which group is being collected: until it changes, a batch in it may still grow."""
+        return 0 if self._writer is None else self._writer.turn
 
     @property
     def groups(self) -> int:

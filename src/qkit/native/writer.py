@@ -86,6 +86,7 @@ class Writer:
         self._queue: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._finished: asyncio.Future[OSError | None] = loop.create_future()
         self._thread = threading.Thread(target=self._run, name="qkit-log-writer", daemon=True)
+        self.turn = 0  # of the group that is being collected
         self.groups = 0  # written so far
         self.owed = 0  # records that a full disk put off
         self._thread.start()
@@ -153,6 +154,7 @@ class Writer:
         group = _Group(
             self._pending, self._pending_sync, self._pending_force, self._pending_written
         )
+        self.turn += 1
         self._pending, self._pending_written = [], []
         self._pending_sync = self._pending_force = False
         self.owed = 0
