@@ -39,7 +39,7 @@ __all__ = ["NativeBackend", "NativeSubscription"]
 
 _T = TypeVar("_T")
 
-TURN: Final = 10  # how far a queue may run ahead of its consumers before they get a turn
+TURN: Final = 50  # how far a queue may run ahead of its consumers before they get a turn
 
 MEMORY: Final = Capabilities(
     durable=Support.UNSUPPORTED,
