@@ -47,8 +47,10 @@ class Metrics(ChannelMetrics):
     """All channels together, and each by itself.
 
     Beyond a thousand channels the rest is counted together under ``(other)``.
+    ``channels_refused`` counts sends to yet another channel when a service has used all it may.
     """
 
+    channels_refused: int = 0
     channels: dict[str, ChannelMetrics] = field(default_factory=dict[str, ChannelMetrics])
 
 
@@ -82,6 +84,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._channels: dict[str, ChannelCounters] = {}
+        self.refused = 0
 
     def of(self, channel: str) -> ChannelCounters:
         """The counters of a channel; those of the crowd once there are too many."""
@@ -99,7 +102,7 @@ class Counters:
         for metrics in channels.values():
             for name, value in asdict(metrics).items():
                 totals[name] = totals.get(name, 0) + value
-        return Metrics(**totals, channels=channels)
+        return Metrics(**totals, channels_refused=self.refused, channels=channels)
 
 
 class ConnectionState(StrEnum):

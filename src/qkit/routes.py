@@ -21,6 +21,7 @@ from qkit.retry import Backoff, RetryPolicy
 __all__ = ["Route", "Routes"]
 
 MAX_PREFETCH = 1_000
+MAX_ROUTES = 20_000  # channels whose names come from data must not fill the memory
 
 # Which capability an explicit option of a channel needs, and what to do without it.
 _NEEDS = {
@@ -94,6 +95,13 @@ class Routes:
     def of(self, channel: Channel[object]) -> Route:
         """The route of a channel, built from all that was declared about it."""
         route = self._routes.get(channel.name)
+        if route is None and len(self._routes) >= MAX_ROUTES:
+            self._counters.refused += 1
+            raise ConfigError(
+                f"this service has used {MAX_ROUTES} channels already, and keeps no more: name "
+                "channels in the program, and put what differs in the body or a header",
+                queue=channel.name,
+            )
         if route is None or route.heard is not channel:
             known = self._registry.channels.get(channel.name)
             declared = self._registry.declare(channel)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from qkit import QueueService, Settings
 from qkit.errors import (
     ConfigError,
     InvalidName,
@@ -28,6 +29,7 @@ from qkit.errors import (
 from qkit.health import MAX_CHANNELS, Counters
 from qkit.native import Engine
 from qkit.native.encode import encode_declare, encode_publish
+from qkit.native.engine import MAX_QUEUES
 from qkit.native.inbox import BulkWriter, commit
 from tests.support.engines import open_engine, view
 
@@ -411,11 +413,15 @@ async def test_an_empty_queue_costs_about_a_kilobyte():
 @pytest.mark.timeout(1800)
 async def test_a_hundred_thousand_queues(tmp_path):
     async with await Engine.open(tmp_path, fsync="never") as engine:
-        each = await bytes_for_each_queue(engine, 100_000)
+        each = await bytes_for_each_queue(engine, MAX_QUEUES)
         print(f"an empty queue: {each:.0f} bytes")
+        for number in range(MAX_QUEUES, 100_000):
+            with pytest.raises(ConfigError):
+                await engine.create(f"queue-{number}")
+        assert engine.queues_refused == 100_000 - MAX_QUEUES
         await engine.storage.tidy()
     async with await Engine.open(tmp_path) as engine:
-        assert len(await engine.list()) == 100_000
+        assert len(await engine.list()) == MAX_QUEUES
 
 
 def test_the_labels_of_metrics_are_bounded():
@@ -425,3 +431,32 @@ def test_the_labels_of_metrics_are_bounded():
     metrics = counters.snapshot()
     assert len(metrics.channels) <= MAX_CHANNELS + 1
     assert metrics.messages_sent == 100_000
+
+
+async def test_queues_are_capped_and_those_refused_counted(monkeypatch):
+    monkeypatch.setattr("qkit.native.engine.MAX_QUEUES", 50)
+    async with Engine() as engine:
+        for number in range(100):
+            with contextlib.suppress(ConfigError):
+                await engine.create(f"q{number}")
+        assert len(await engine.list()) == 50
+        assert engine.queues_refused == 50
+        with pytest.raises(ConfigError, match="takes no more: delete some"):
+            await engine.create("another")
+        await engine.create("q1")  # that there is already
+        await engine.delete("q1")
+        await engine.create("another")
+
+
+async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(monkeypatch):
+    monkeypatch.setattr("qkit.routes.MAX_ROUTES", 50)
+    async with QueueService(Settings(type="native")) as service:
+        for number in range(60):
+            with contextlib.suppress(ConfigError):
+                await service.send(f"user-{number}", 1)
+        with pytest.raises(ConfigError, match="put what differs in the body"):
+            await service.send("another", 1)
+        await service.send("user-1", 2)
+        metrics = service.metrics()
+        assert metrics.channels_refused == 11
+        assert metrics.messages_sent == 51

@@ -49,6 +49,7 @@ logger = logging.getLogger("qkit.native")
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
+MAX_QUEUES: Final = 50_000
 RESTORED_AT_ONCE: Final = 1_000
 MEMORY_LIMIT: Final = 64 << 20
 
@@ -77,6 +78,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storage: Storage | None = None
         self._journal: Journal | None = None
+        self.queues_refused = 0  # because there were too many
         self._entered = False
         self._closed = False
         self._channels: dict[str, QueueActor | Topic] = {}
@@ -324,6 +326,15 @@ class Engine:
                 queue=name,
             )
         channel = self._channels.get(name)
+        if channel is None and len(self._channels) >= MAX_QUEUES:
+            self.queues_refused += 1
+            raise ConfigError(
+                f"the engine has {MAX_QUEUES} queues and takes no more: delete some, and name "
+                "queues in the program, not in its data",
+                backend="native",
+                operation="declare",
+                queue=name,
+            )
         if channel is None:
             number = self._write_declaration(name, None, config)
             self._channels[name] = (

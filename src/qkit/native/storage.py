@@ -193,16 +193,18 @@ class Storage:
         behind = self.log.active - 1 - self._covered
         return behind * self._segment_bytes > max(self._segment_bytes, self._snapshot_bytes)
 
-    async def tidy(self, *, rotate: bool = True) -> None:
+    async def tidy(self, *, rotate: bool = True, compact: bool = True) -> None:
         """Take out of the log what nobody needs any more, and write a snapshot.
 
         Writers are not stopped meanwhile. ``rotate`` ends the segment that is being written if it
-        is worth it, so that the snapshot covers all that there is. Raises ``StorageError``.
+        is worth it, so that the snapshot covers all that there is. Without ``compact`` only the
+        snapshot is written. Raises ``StorageError``.
         """
         async with self._tidying:
             if rotate and self.log.active_bytes >= min(WORTH, self._segment_bytes):
                 await self.log.rotate()
-            await self._compact()
+            if compact:
+                await self._compact()
             upto = self.log.active - 1
             live = sum(segment.live for segment in self.journal.index)
             if upto > self._covered and live <= MOST:
