@@ -6,33 +6,26 @@ The owner is a process of its own, as it is in use: this module run as a program
 from __future__ import annotations
 
 import asyncio
-import importlib
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks._durable import IN_FLIGHT, together
 from benchmarks._in_memory import BODY
-from benchmarks._measure import Figure, Missing, Scale, Suite
-from qkit.backend import QueueSpec, SubscriptionSpec
+from benchmarks._measure import Figure, Scale, Suite
+from qkit.backend import Backend, QueueSpec, SubscriptionSpec
 from qkit.backends.native import NativeBackend
+from qkit.backends.socket.client import SocketBackend
+from qkit.backends.socket.server import SocketServer
 from qkit.message import Envelope, new_id
 from qkit.native import Engine
 
 __all__ = ["SUITES"]
 
 
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(f"qkit.backends.socket.{name}")
-    except ImportError as error:
-        raise Missing("the socket cannot be imported: it is not part of this tree yet") from error
-
-
-async def _drive(backend: Any, count: int) -> tuple[float, float]:
+async def _drive(backend: Backend, count: int) -> tuple[float, float]:
     """Seconds for a send, and for a delivery with its ack; a hundred of either in flight."""
     await backend.declare(QueueSpec(name="bench", max_depth=count + IN_FLIGHT))
     sent = await together(count, lambda: backend.publish("bench", [Envelope(new_id(), BODY)]))
@@ -58,7 +51,6 @@ async def _in_process(path: Path, count: int, kind: str) -> tuple[float, float]:
 
 
 async def _through_socket(path: Path, count: int, kind: str) -> tuple[float, float]:
-    client = _module("client")
     await asyncio.to_thread(path.mkdir, exist_ok=True)
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -75,7 +67,7 @@ async def _through_socket(path: Path, count: int, kind: str) -> tuple[float, flo
     try:
         if await owner.stdout.readline() != b"ready\n":
             raise RuntimeError("the owner did not start")
-        backend = client.SocketBackend(path / "socket")
+        backend = SocketBackend(path / "socket")
         await backend.start()
         try:
             return await _drive(backend, count)
@@ -87,7 +79,6 @@ async def _through_socket(path: Path, count: int, kind: str) -> tuple[float, flo
 
 
 async def _socket(scale: Scale) -> Mapping[str, float]:
-    _module("client")
     path, count = scale.directory, scale.count
     ours = await _in_process(path / "own", count, "durable")
     theirs = await _through_socket(path / "shared", count, "durable")
@@ -106,7 +97,7 @@ async def _socket(scale: Scale) -> Mapping[str, float]:
 async def _serve(path: Path, kind: str) -> None:
     async with _engine(path, kind) as engine:
         backend = NativeBackend(engine=engine)
-        server = _module("server").SocketServer(backend, engine, path / "socket")
+        server = SocketServer(backend, engine, path / "socket")
         await server.start()
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
