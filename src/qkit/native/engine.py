@@ -219,8 +219,8 @@ class Engine:
 
     async def aclose(self) -> None:
         """Close every queue, let parked consumers go, write what is pending; idempotent."""
-        if self.gate.reachable and get_ident() != self.gate.thread:
-            with contextlib.suppress(LifecycleError):  # somebody else was quicker
+        if get_ident() != self.gate.thread and (self._closed or self.gate.reachable):
+            with contextlib.suppress(LifecycleError):  # it is closed already
                 await self.gate.carry(self.aclose)
             return
         was_open, self._closed = self.gate.close(), True
