@@ -170,6 +170,7 @@ class DurableActor(QueueActor):
             self.name,
         )
         self.state.lose(message.state)
+        self._freed()
 
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""

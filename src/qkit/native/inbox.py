@@ -54,7 +54,7 @@ class BulkWriter:
     >>> with tempfile.TemporaryDirectory() as path:
     ...     with BulkWriter(path, "load-1", 0) as part:
     ...         part.put("orders", b"{}", headers={"tenant": "acme"})
-    ...     commit(path, "load-1")
+    ...     published = commit(path, "load-1")
     ...     [(bulk.queue, bulk.message.body) for bulk in read_bulk(path, "load-1")]
     [('orders', b'{}')]
     """

@@ -81,6 +81,7 @@ class _Batch:
             for arrival in self._arrivals:
                 for actor in arrival.actors:
                     actor.state.unreserve()
+                    actor.offer()
             if not self._future.done() and error is not None:
                 self._future.set_exception(error)
             return
@@ -136,6 +137,7 @@ class _Together:
         if position is None:
             for actor, *_, future in self.waiting:
                 actor.state.unreserve()
+                actor.offer()
                 if error is not None and not future.done():
                     future.set_exception(error)
             return
