@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from qkit.testing import TestService, VirtualClock
+from tests.test_requirements import fault, find
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -88,3 +89,23 @@ def test_links_inside_the_project_lead_somewhere(page: Path) -> None:
 
 def test_architecture_is_short() -> None:
     assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) < 150
+
+
+HAZARDS = ROOT / "docs" / "native-hazards.md"
+TEST = re.compile(r"tests/[\w/]+\.py(?:::\w+)+")
+
+
+def test_every_test_that_the_page_of_hazards_names_exists() -> None:
+    for name in TEST.findall(HAZARDS.read_text()):
+        *_, function = find(name)
+        assert function.__name__.startswith("test_"), name
+
+
+def test_every_hazard_has_a_test_that_runs() -> None:
+    rows = [line for line in HAZARDS.read_text().splitlines() if line.startswith("| ")]
+    hazards = [row for row in rows if not row.startswith("| hazard |")]
+    assert len(hazards) > 50
+    for row in hazards:
+        cells = row.strip("| ").split(" | ")
+        assert len(cells) == 3, row
+        assert any(fault(name) is None for name in TEST.findall(cells[2])), row
