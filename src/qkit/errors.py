@@ -21,7 +21,7 @@ The tree::
     ├── PartialSend                 some messages of a batch were accepted, others were not
     ├── SendTimeout                 no confirmation within send_timeout
     ├── HandlerTimeout              a handler ran longer than its timeout
-    ├── StorageError                the disk of a native directory refused; nothing was stored
+    ├── StorageError                the disk of a native directory refused: no send was stored
     │   ├── LogLocked               another process owns the directory: its pid
     │   ├── LogVersion              files of a format that this qkit does not read
     │   ├── LogDamaged              stored records that cannot be read: where
@@ -242,9 +242,10 @@ class HandlerTimeout(QueueError, TimeoutError):
 
 
 class StorageError(QueueError):
-    """The disk refused: nothing of this call was stored. Its ``cause`` says why.
+    """The disk refused; its ``cause`` says why.
 
-    Free some space or set the permissions right, then try again: the engine goes on.
+    Nothing was stored of a send: free some space or set the permissions right, then try again; the
+    engine goes on. What was settled is settled, and written as soon as there is space.
     """
 
 
@@ -263,7 +264,7 @@ class Damage:
     """Bytes of a segment that are no record.
 
     ``torn``: the end of the log, of a write that a crash cut short; it was cut off. ``unsynced``:
-    a hole among the last writes, none of which was confirmed; it was closed. ``header``: one of the
+    a hole among the last writes, none of which was synced; it was closed. ``header``: one of the
     two copies, restored from the other. ``snapshot``: not whole, and not needed. ``damaged``:
     records that had been stored are lost.
     """
@@ -282,7 +283,7 @@ class Damage:
 class LogDamaged(StorageError):
     """Records that were safely stored cannot be read; ``damage`` says where.
 
-    Nothing was changed. Restore the directory from a copy, or open it with ``repair=True``: that
+    No record was changed. Restore the directory from a copy, or open it with ``repair=True``: that
     keeps every record that is whole and sets the damaged files aside.
     """
 

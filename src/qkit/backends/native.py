@@ -65,7 +65,7 @@ DURABLE: Final = replace(MEMORY, durable=Support.NATIVE)
 
 
 class NativeBackend:
-    """``Backend``, ``Admin`` and ``DeadLetterSource`` on an ``Engine`` in memory.
+    """The whole boundary on an ``Engine``: one in memory, unless another is given.
 
     Backends share queues when they are given the same ``engine``; one that was given is not
     closed here.

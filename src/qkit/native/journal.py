@@ -441,7 +441,7 @@ class Journal:
     def load(self, messages: Iterable[Stored]) -> list[tuple[Stored, bytes]]:
         """The bodies of these messages, from the disk. Blocking, for any thread.
 
-        One that cannot be read any more is left out and reported by ``lost``.
+        One that cannot be read any more is left out.
         """
         found: list[tuple[Stored, bytes]] = []
         for message in messages:
