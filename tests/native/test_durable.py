@@ -537,3 +537,16 @@ async def test_a_handler_that_outlives_ten_leases_runs_once(tmp_path, how):
     await engine.aclose()
     async with await Engine.open(tmp_path) as engine:
         assert await view(engine) == []
+
+
+async def test_limits_that_change_while_a_message_is_on_its_way_do_not_refuse_it(tmp_path):
+    async with await Engine.open(tmp_path) as engine:
+        await engine.create("orders", max_priority=9, max_depth=2)
+        sends = [asyncio.ensure_future(engine.publish("orders", b"", 9)) for _ in range(2)]
+        await asyncio.sleep(0)
+        engine._reconfigure(engine.channel("orders", "test"), max_priority=3, max_depth=1)
+        for send in sends:
+            await asyncio.wait_for(send, 10)
+        assert (await engine.stats("orders")).depth == 2
+        with pytest.raises(QueueFull):
+            await engine.publish("orders", b"")

@@ -215,11 +215,13 @@ class QueueState:
         """
         if priority is None:
             priority = self._default_priority
-        elif not 0 <= priority <= self._max_priority:
+        elif not 0 <= priority <= self._max_priority and not seq:
             self.check(id, priority)
         if self._size >= self._room:
-            self.check(id, priority)
-            self._make_room()
+            if not seq:  # what has a number was accepted, perhaps under other limits
+                self.check(id, priority)
+            if self._drop_oldest:
+                self._make_room()
         if now - self._tick >= TICK:
             self._tick = now
         self._size += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from qkit.errors import LifecycleError, ReadOnly, StorageError
 from qkit.native.tail import Position, Tail
 
 __all__ = ["Done", "Fsync", "Writer", "read_only"]
+
+logger = logging.getLogger("qkit.native")
 
 RETRY: Final = 0.2  # seconds between attempts to write what is owed to a full disk
 
@@ -183,7 +186,7 @@ class Writer:
             if error is None:
                 for (_, done, _), position in zip(batches, positions, strict=True):
                     if done is not None:
-                        done(position, None)
+                        _tell(done, position, None)
             else:
                 failure = self._answer_failed(batches, error)
         return failure
@@ -196,7 +199,7 @@ class Writer:
         self.owed += sum(len(batch[0]) for batch in owed)
         for _, done, must in batches:
             if done is not None and not (must and owed):
-                done(None, failure)
+                _tell(done, None, failure)
         return failure
 
     def _error(self, error: OSError | None) -> StorageError:
@@ -308,6 +311,13 @@ class Writer:
             return error
         self._sync_at = float("inf")
         return None
+
+
+def _tell(done: Done, position: Position | None, error: StorageError | None) -> None:
+    try:
+        done(position, error)
+    except Exception:  # a mistake in one must not leave the others without an answer
+        logger.exception("a callback of the log failed")
 
 
 def _settle(futures: list[asyncio.Future[None]], error: StorageError | None) -> None:
