@@ -121,9 +121,11 @@ async def test_a_part_that_is_not_whole_is_refused_and_the_others_taken(tmp_path
     part.write_bytes(data)
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 6
+            with pytest.raises(LogDamaged, match="is not whole"):
+                await engine.take_inbox()
             assert bulks(tmp_path) == ["bad"]
             assert await bodies(engine) == EXPECTED
+            assert await engine.take_inbox() == 0  # told once
         async with await Engine.open(tmp_path, clock=clock) as engine:
             with pytest.raises(LogDamaged, match=r"bad/00000001\.seg is not whole"):
                 await engine.take_inbox()
@@ -140,3 +142,16 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
     commit(tmp_path, "load")
     assert (tmp_path / "inbox/load").stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "inbox/load/00000000.seg").stat().st_mode & 0o777 == 0o600
+
+
+async def test_an_engine_finds_bulk_files_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkit.native.storage.LOOK", 0.01)
+    async with await Engine.open(tmp_path) as engine:
+        bulk(tmp_path, "load")
+        commit(tmp_path, "load")
+        await engine.create("orders")
+        delivery = await engine.consume("orders", timeout=20)
+        assert delivery is not None
+        assert delivery.body in EXPECTED

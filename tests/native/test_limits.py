@@ -460,3 +460,14 @@ async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(mo
         metrics = service.metrics()
         assert metrics.channels_refused == 11
         assert metrics.messages_sent == 51
+
+
+async def test_a_message_that_dies_when_there_are_too_many_queues_is_kept(monkeypatch):
+    monkeypatch.setattr("qkit.native.engine.MAX_QUEUES", 1)
+    async with Engine() as engine:
+        await engine.create("orders")
+        await engine.publish("orders", b"1")
+        delivery = await engine.consume("orders")
+        assert delivery is not None
+        await delivery.nack(requeue=False)
+        assert len(await engine.dead_letters("orders")) == 1

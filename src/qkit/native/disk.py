@@ -43,7 +43,10 @@ class Disk:
             raise
 
     def _take_directory(self) -> int:
+        missing = [made for made in self.path.parents if not made.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            _sync_path(made.parent)
         parent = self._keep(os.open(self.path.parent, os.O_DIRECTORY | os.O_CLOEXEC))
         name = self.path.name or "."
         root = self._directory(name, parent)
@@ -177,6 +180,14 @@ class Disk:
     def sync_directory(self) -> None:
         """Return when names made, changed and removed before are on the disk."""
         os.fsync(self._log)
+
+
+def _sync_path(path: Path) -> None:
+    fd = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _own(fd: int) -> None:

@@ -39,6 +39,7 @@ from qkit.native.disk import Disk
 from qkit.native.durable import DurableActor
 from qkit.native.history import StatusChange
 from qkit.native.journal import Arrival, Journal
+from qkit.native.record import Publish
 from qkit.native.storage import Fsync, Storage
 from qkit.native.threads import Gate, carried, get_ident
 from qkit.native.topic import Topic
@@ -326,7 +327,8 @@ class Engine:
                 queue=name,
             )
         channel = self._channels.get(name)
-        if channel is None and len(self._channels) >= MAX_QUEUES:
+        if channel is None and len(self._channels) >= MAX_QUEUES and not config.drop_oldest:
+            # But for the queues of dead letters, which are as many as the others at most.
             self.queues_refused += 1
             raise ConfigError(
                 f"the engine has {MAX_QUEUES} queues and takes no more: delete some, and name "
@@ -521,15 +523,13 @@ class Engine:
         A running engine looks for them every second by itself. Queues that do not exist are
         created. Raises ``LogDamaged`` for a file that is not whole.
         """
-        taken = await self.storage.take_in(self._bulk_channel)
-        actors: set[DurableActor] = set()
-        for messages in taken.values():
-            for actor, seq, message in messages:
-                actor.take_in(seq, message)
-                actors.add(actor)
-        for actor in actors:
+        return await self.storage.take_in(self._bulk_channel, self._admit)
+
+    def _admit(self, messages: builtins.list[tuple[DurableActor, int, Publish]]) -> None:
+        for actor, seq, message in messages:
+            actor.take_in(seq, message)
+        for actor in {actor for actor, _, _ in messages}:
             actor.resume()
-        return sum(map(len, taken.values()))
 
     def _bulk_channel(self, name: str) -> QueueActor | Topic:
         check_name(name)

@@ -188,6 +188,7 @@ def _own_directory(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
+        _sync(path.parent)
     try:
         fd = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:

@@ -144,10 +144,9 @@ class Replay:
                     self._bury(record, content[ONE_SEQ.size :])
                     index.add(record.letter.seq, position)
                 case Fanout():
-                    message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
-                    for target in record.targets:
-                        self._publish(renumbered(message, [target]))
-                        index.add(target[1], position)
+                    self._fan_out(record, content)
+                    for _, seq in record.targets:
+                        index.add(seq, position)
                 case Declare():
                     self.queues[record.queue] = record
                     self.last_queue = max(self.last_queue, record.queue)
@@ -171,6 +170,15 @@ class Replay:
         else:
             self.held += body
         (self._bulk if content[1] & BULK else self._messages)[seq] = content
+
+    def _fan_out(self, record: Fanout, content: bytes) -> None:
+        """All groups or none: one whose declaration a power loss took was told of nothing."""
+        message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
+        whole = self._repaired or all(queue in self.queues for queue, _ in record.targets)
+        for target in record.targets:
+            self.last_seq = max(self.last_seq, target[1])
+            if whole:
+                self._publish(renumbered(message, [target]))
 
     def _release(self, record: Release) -> None:
         seq = record.seq

@@ -14,7 +14,14 @@ from itertools import islice
 from typing import Final, ParamSpec, TypeVar
 
 from qkit.clock import Clock, SystemClock
-from qkit.errors import Damage, QueueError, StorageError
+from qkit.errors import (
+    ConfigError,
+    Damage,
+    InvalidName,
+    LogDamaged,
+    QueueError,
+    StorageError,
+)
 from qkit.native.actor import QueueActor
 from qkit.native.compaction import Compacted, Plan, choose, compact, plan, replaced
 from qkit.native.disk import Disk
@@ -268,30 +275,33 @@ class Storage:
         return [job for job in bulks(self.path) if job not in self._refused]
 
     async def take_in(
-        self, channel: Callable[[str], QueueActor | Topic]
-    ) -> dict[str, list[tuple[DurableActor, int, Publish]]]:
-        """Write the messages of every waiting bulk file to the log; return them by file.
+        self,
+        channel: Callable[[str], QueueActor | Topic],
+        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+    ) -> int:
+        """Write the messages of every waiting bulk file to the log, then hand them to ``admit``.
 
-        Each is taken exactly once. One that is not whole is left and raised as ``LogDamaged``,
-        after the others.
+        Each file is taken exactly once; returns how many messages. One that is not whole, or
+        names what cannot be a queue, is left where it is for good, and raised after the others.
         """
-        found: dict[str, list[tuple[DurableActor, int, Publish]]] = {}
-        failure: QueueError | None = None
+        count, failure = 0, None
         async with self._taking:
             for job in self.waiting():
                 if job not in self._taken:
                     try:
                         await self._in_thread(check_bulk, self.path, job)
-                    except QueueError as error:
+                        messages = await self.journal.take_in(job, self._chunks(job, channel))
+                    except (LogDamaged, InvalidName, ConfigError) as error:
                         self._refused.add(job)
-                        failure = error
+                        failure = failure or error
                         continue
-                    found[job] = await self.journal.take_in(job, self._chunks(job, channel))
                     self._taken.add(job)
+                    admit(messages)
+                    count += len(messages)
                 await self._in_thread(discard, self.path, job)
-        if failure is not None and not found:
+        if failure is not None:
             raise failure
-        return found
+        return count
 
     async def _chunks(
         self, job: str, channel: Callable[[str], QueueActor | Topic]
