@@ -42,11 +42,13 @@ class _Role:
 
     async def aclose(self) -> None:
         # The server first: its clients notice at once, and one of them waits for the directory.
-        if self.server is not None:
-            await self.server.aclose()
-        await self.backend.aclose()
-        if self.engine is not None:
-            await self.engine.aclose()
+        try:
+            if self.server is not None:
+                await self.server.aclose()
+            await self.backend.aclose()
+        finally:  # whatever fails, the lock must not stay
+            if self.engine is not None:
+                await self.engine.aclose()
 
 
 class SharedBackend:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock
-from qkit.errors import SubscriptionLost
+from qkit.errors import LogDamaged, SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
 from qkit.native.consumers import Consumer, Consumers
@@ -26,6 +27,8 @@ from qkit.native.stored import Stored, Waiting
 from qkit.native.threads import Gate
 
 __all__ = ["Manager", "QueueActor", "envelope_of"]
+
+logger = logging.getLogger("qkit.native")
 
 # For all queues in which nobody ever waited: a queue that is not used should cost little.
 NOBODY: Final = Line(lambda: None)
@@ -259,7 +262,12 @@ class QueueActor:
 
     def _evict(self, messages: Sequence[Stored]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
-        envelopes = [self.envelope(message, offset) for message in messages]
+        envelopes: list[Envelope] = []
+        for message in messages:
+            try:
+                envelopes.append(self.envelope(message, offset))
+            except LogDamaged:
+                logger.exception("a message that was pushed out cannot be read")
         self.forget(messages)
         self._manager.dropped(envelopes)
 

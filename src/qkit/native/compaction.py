@@ -16,6 +16,7 @@ from typing import Final
 from qkit.native.encode import (
     encode_ack,
     encode_claim,
+    encode_release,
     encode_remove,
     renumbered,
 )
@@ -58,9 +59,10 @@ class Plan:
 
 @dataclass(slots=True)
 class Compacted:
-    """What has come of a plan."""
+    """What has come of a plan: the first segments of the run, as many as one can hold."""
 
     rewrite: Rewrite
+    segments: list[int]
     seqs: list[int] = field(default_factory=list[int])
     offsets: list[int] = field(default_factory=list[int])
 
@@ -78,7 +80,7 @@ def choose(
     ``sizes`` are the complete segments with their sizes, the oldest first; a run's wanted part
     is at most ``limit`` bytes. No run goes beyond ``border``, the last segment that a snapshot
     covers: what it does not cover must stay where a replay begins. A single small segment is left
-    alone, and so is one of ``skip``: nothing would be won.
+    alone, and so is a single one of ``skip``: nothing would be won.
     """
     runs: list[list[int]] = []
     run: list[int] = []
@@ -86,20 +88,22 @@ def choose(
     for number, size in sizes:
         segment = index[number]
         live = size * segment.live / len(segment) if segment else 0.0
-        sparse = (live < SPARSE * size or size < limit / 16) and not skip(number)
+        sparse = live < SPARSE * size or size < limit / 16
         if not sparse or wanted + live > limit or (run and run[-1] <= border < number):
-            _end(runs, run, wanted, total)
+            _end(runs, run, wanted, total, skip)
             run, wanted, total = [], 0.0, 0
         if sparse:
             run.append(number)
             wanted += live
             total += size
-    _end(runs, run, wanted, total)
+    _end(runs, run, wanted, total, skip)
     return runs
 
 
-def _end(runs: list[list[int]], run: list[int], wanted: float, total: int) -> None:
-    if run and (len(run) > 1 or wanted < SPARSE * total):
+def _end(
+    runs: list[list[int]], run: list[int], wanted: float, total: int, skip: Callable[[int], bool]
+) -> None:
+    if len(run) > 1 or (run and wanted < SPARSE * total and not skip(run[0])):
         runs.append(run)
 
 
@@ -109,21 +113,34 @@ def plan(segments: list[int], index: Index, queues: set[int], *, first: bool) ->
     return Plan(segments, index, flags, queues, first)
 
 
-def compact(log: Log, plan: Plan) -> Compacted:
-    """Write a run of segments as one, beside them. Blocking, for any thread."""
+def compact(log: Log, plan: Plan, limit: int) -> Compacted:
+    """Write a run of segments as one, beside them. Blocking, for any thread.
+
+    None is added to one that has ``limit`` bytes: the estimate that chose the run is by the number
+    of messages, and a few of them may be large.
+    """
     kept: list[tuple[int, ...]] = []  # the messages in each record
     filtering = _Filter(plan)
+    taken: list[int] = []
 
     def contents() -> Iterator[bytes]:
+        size = 0
         for number in plan.segments:
+            if size >= limit:
+                break
+            taken.append(number)
             filtering.enter(number)
             for entry in log.entries(number):
                 for content, seqs in filtering.keep(entry.content):
                     kept.append(seqs)
+                    size += len(content)
                     yield content
+        for content in filtering.states():
+            kept.append(())
+            yield content
 
     rewrite = log.rewrite(plan.segments[0], contents())
-    compacted = Compacted(rewrite)
+    compacted = Compacted(rewrite, taken)
     for seqs, offset in zip(kept, rewrite.offsets, strict=True):
         for seq in seqs:
             compacted.seqs.append(seq)
@@ -138,10 +155,21 @@ class _Filter:
         self._plan = plan
         self._oldest = plan.segments[0]
         self._wanted: set[int] = set()  # in this segment: a crash may have left some in two
+        # Of what happened to a living message only the last is of interest: it may have been
+        # handed out and given back a million times.
+        self._claims: dict[int, tuple[int, int]] = {}
+        self._releases: dict[int, Release] = {}
 
     def enter(self, number: int) -> None:
         """What follows is of this segment."""
         self._wanted = self._plan.index[number].survivors(self._plan.flags[number])
+
+    def states(self) -> Iterator[bytes]:
+        """Where the living messages stood at the end of the run."""
+        for seq, record in self._releases.items():
+            yield encode_release(record.queue, seq, record.attempt, record.due, record.headers)
+        for seq, (queue, attempt) in self._claims.items():
+            yield encode_claim(queue, [seq], [attempt])
 
     def keep(self, content: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
         """What stays of a record, with the messages it holds."""
@@ -162,17 +190,16 @@ class _Filter:
             case Remove():
                 yield from self._told(record.queue, record.seqs, encode_remove)
             case Claim():
-                wanted = [
-                    pair
-                    for pair in zip(record.seqs, record.attempts, strict=True)
-                    if self._is_wanted(pair[0])
-                ]
-                if wanted:
-                    seqs, attempts = zip(*wanted, strict=True)
-                    yield encode_claim(record.queue, seqs, attempts), ()
+                for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+                    if self._is_wanted(seq):
+                        self._claims[seq] = record.queue, attempt
             case Release():
                 if self._is_wanted(record.seq):
-                    yield content, ()
+                    self._claims.pop(record.seq, None)
+                    before = self._releases.get(record.seq)
+                    if record.headers is None and before is not None:
+                        record = record._replace(headers=before.headers)
+                    self._releases[record.seq] = record
             case Declare():
                 if record.queue in self._plan.queues:
                     yield content, ()
@@ -195,7 +222,7 @@ class _Filter:
         if seq in self._wanted:
             told = self._is_told_before(record.seq)
             yield (content if told else content[ONE_SEQ.size :]), (seq,)
-        elif self._is_told_before(record.seq):
+        elif self._is_told_before(record.seq) and not self._is_wanted(record.seq):
             yield encode_remove(record.queue, [record.seq]), ()
 
     def _told(

@@ -72,6 +72,9 @@ class DurableActor(QueueActor):
 
     def take_in(self, seq: int, message: Publish) -> None:
         """Add a message of a bulk file; a queue's limits do not hold for these."""
+        if self.gone:
+            self.journal.index.forget(seq)
+            return
         recovered = Recovered(message, self.number, seq, self.journal.keep(message.body))
         recovered.at = message.at or self._clock.time()
         recovered.priority = min(message.priority, self.config.max_priority)
@@ -115,6 +118,7 @@ class DurableActor(QueueActor):
         would be two more records that it owes.
         """
         if self.journal.log.owed:
+            self.wake()  # whoever was called for this message has not taken it
             raise StorageError(
                 "nothing is delivered while the disk is full: free some space",
                 backend="native",
@@ -133,7 +137,7 @@ class DurableActor(QueueActor):
         """
         tokens = [message.state for message in claimed]
         try:
-            missing = [message for message in claimed if message.body is None]
+            missing = [(m.state, m) for m in claimed if m.body is None]
             written = self.journal.written()
             if missing:
                 await self._load(missing)
@@ -148,28 +152,30 @@ class DurableActor(QueueActor):
             return [message for message in claimed if message.body is not None]
         return claimed
 
-    async def _load(self, missing: list[Stored]) -> None:
+    async def _load(self, missing: list[tuple[int, Stored]]) -> None:
         journal = self.journal
+        messages = [message for _, message in missing]
         if journal.log.inline:
-            loaded = journal.load(missing)
+            bodies = journal.load(messages)
         else:
-            loaded = await asyncio.to_thread(journal.load, missing)
-        for message, body in loaded:
-            if message.body is None:  # else another delivery of it has read it meanwhile
+            bodies = await asyncio.to_thread(journal.load, messages)
+        for (token, message), body in zip(missing, bodies, strict=True):
+            if self.gone or not self.state.holds(token) or message.body is not None:
+                continue  # its lease ended, and another delivery may have read it meanwhile
+            if body is None:
+                self._lose(token, message)
+            else:
                 message.body = body
                 journal.held += len(body)
-        for message in missing:
-            if message.body is None:
-                self._lose(message)
 
-    def _lose(self, message: Stored) -> None:
+    def _lose(self, token: int, message: Stored) -> None:
         logger.error(
             "message %s of %r cannot be read from the log any more and is left out; open the "
             "directory with repair=True to see what is damaged",
             message.id,
             self.name,
         )
-        self.state.lose(message.state)
+        self.state.lose(token)
         self._freed()
 
     async def written(self) -> None:
@@ -216,6 +222,8 @@ class DurableActor(QueueActor):
     def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:
         """A message has left the queue and its dead letter enters another, by one record."""
         assert isinstance(target, DurableActor)
+        if self.gone:
+            return
         priority = target.state.priority(None)
         seq = self.journal.bury(
             self.number,

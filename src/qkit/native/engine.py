@@ -150,6 +150,9 @@ class Engine:
                 for actor in self._all_actors()
                 if isinstance(actor, DurableActor)
             }
+            for number in sorted(replay.assumed):
+                record = replay.queues[number]
+                storage.journal.declare(record.name, record.group, record.config, number)
             if replay.orphans:
                 names = ", ".join(replay.orphans)
                 logger.warning("queues whose declaration was lost have new names: %s", names)

@@ -69,50 +69,50 @@ class Index:
     ((2, 80), 1)
     """
 
-    __slots__ = ("_early", "_firsts", "_numbers", "_segments")
+    __slots__ = ("_early", "_table")
 
     def __init__(self) -> None:
-        self._segments: dict[int, SegmentIndex] = {}
-        self._numbers: list[int] = []  # of the segments that hold a message, in order
-        self._firsts: list[int] = []  # the first message of each
+        # Numbers of the segments that hold a message, in order; the first message of each; the
+        # segments. Replaced as one: threads look in here while the loop puts a segment in place.
+        self._table: tuple[list[int], list[int], dict[int, SegmentIndex]] = ([], [], {})
         self._early: set[int] = set()  # settled before the writer told where they are
 
     def __getitem__(self, number: int) -> SegmentIndex:
-        return self._segments.get(number) or SegmentIndex(number)
+        return self._table[2].get(number) or SegmentIndex(number)
 
     def __iter__(self) -> Iterator[SegmentIndex]:
         """The segments that hold a message, in order."""
-        return (self._segments[number] for number in self._numbers)
+        numbers, _, segments = self._table
+        return (segments[number] for number in numbers)
 
     def add(self, seq: int, position: Position) -> None:
         """A message is in the log; each one comes behind the last."""
         number, offset = position
-        segment = self._segments.get(number)
+        numbers, firsts, segments = self._table
+        segment = segments.get(number)
         if segment is None:
-            segment = self._segments[number] = SegmentIndex(number)
-            self._numbers.append(number)
-            self._firsts.append(seq)
-        segment.add(seq, offset)
+            segment = segments[number] = SegmentIndex(number)
+            segment.add(seq, offset)
+            numbers.append(number)
+            firsts.append(seq)
+        else:
+            segment.add(seq, offset)
         if self._early and seq in self._early:
             self._early.discard(seq)
             segment.forget(len(segment) - 1)
 
-    def put(self, segment: SegmentIndex) -> None:
-        """Take over a segment that was read or rewritten; one without messages is dropped."""
-        self.drop([segment.number])
-        if segment:
-            self._segments[segment.number] = segment
-            self._arrange()
+    def replace(self, old: Iterable[int], new: SegmentIndex | None = None) -> None:
+        """Take over a segment that was read or rewritten, in place of these.
 
-    def drop(self, numbers: Iterable[int]) -> None:
-        """These segments are gone."""
-        for number in numbers:
-            self._segments.pop(number, None)
-        self._arrange()
-
-    def _arrange(self) -> None:
-        self._numbers = sorted(self._segments)
-        self._firsts = [self._segments[number].seqs[0] for number in self._numbers]
+        One without messages is left out.
+        """
+        segments = dict(self._table[2])
+        for number in old:
+            segments.pop(number, None)
+        if new:
+            segments[new.number] = new
+        numbers = sorted(segments)
+        self._table = numbers, [segments[number].seqs[0] for number in numbers], segments
 
     def agree(self, known: Container[int]) -> None:
         """Only these messages are wanted, each in the last segment that tells of it.
@@ -121,24 +121,24 @@ class Index:
         """
         self._early.clear()
         seen: set[int] = set()
-        for number in reversed(self._numbers):
-            segment = self._segments[number]
+        for segment in reversed(list(self)):
             for at, seq in enumerate(segment.seqs):
                 if seq not in known or seq in seen:
                     segment.forget(at)
-            if segment.seqs[0] <= self._overlap(number):
+            if segment.seqs[0] <= self._last_before(segment):
                 seen.update(segment.seqs)
 
-    def _overlap(self, number: int) -> int:
+    def _last_before(self, segment: SegmentIndex) -> int:
         """The last message of the segments before this one."""
-        return max((self._segments[n].seqs[-1] for n in self._numbers if n < number), default=-1)
+        return max((other.seqs[-1] for other in self if other.number < segment.number), default=-1)
 
     def find(self, seq: int) -> tuple[SegmentIndex, int] | None:
         """The segment that holds a message, dead or alive, and its place in the arrays."""
-        at = bisect_right(self._firsts, seq) - 1
+        numbers, firsts, segments = self._table
+        at = bisect_right(firsts, seq) - 1
         if at < 0:
             return None
-        segment = self._segments[self._numbers[at]]
+        segment = segments[numbers[at]]
         place = segment.find(seq)
         return None if place < 0 else (segment, place)
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from qkit.clock import Clock
-from qkit.errors import LogDamaged, QueueError, StorageError
+from qkit.errors import QueueError, StorageError
 from qkit.native.encode import (
     encode_ack,
     encode_bury,
@@ -438,31 +438,26 @@ class Journal:
 
     # Reading back
 
-    def load(self, messages: Iterable[Stored]) -> list[tuple[Stored, bytes]]:
-        """The bodies of these messages, from the disk. Blocking, for any thread.
+    def load(self, messages: Iterable[Stored]) -> list[bytes | None]:
+        """The bodies of these messages, ``None`` for one that cannot be read any more.
 
-        One that cannot be read any more is left out.
+        Blocking, for any thread.
         """
-        found: list[tuple[Stored, bytes]] = []
-        for message in messages:
-            body = self.body(message)
-            if body is not None:
-                found.append((message, body))
-        return found
+        return [self.body(message) for message in messages]
 
     def body(self, message: Stored) -> bytes | None:
         """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
-        if message.body is not None:
-            return message.body
-        if message.seq in self._unwritten:
-            return self._unwritten[message.seq]
         for _ in range(3):  # it may have been moved by compaction between look-up and reading
+            body = message.body
+            if body is None:
+                body = self._unwritten.get(message.seq)
+            if body is not None:
+                return body
             place = self.index.place(message.seq)
-            if place is None:
-                break
             try:
-                return _body_in(self.log.read(*place))
-            except (LogDamaged, StorageError, OSError, QueueError):
+                if place is not None:
+                    return _body_in(self.log.read(*place))
+            except (QueueError, OSError):
                 if self.index.place(message.seq) == place:
                     break
         return None

@@ -386,12 +386,14 @@ class Log:
         They are gone for good when this returns. Raises ``StorageError``.
         """
         self._check_sealed(segments)
-        with tidying("remove"):
-            for number in segments:
-                with self._lock:
-                    self._forget(number)
+        for number in sorted(segments):
+            with self._lock:
+                self._forget(number)
+            with tidying("remove"):
                 self._disk.unlink(name_of(number))
-        self._sync_directory("remove")
+            # One by one: of removals that are not on the disk yet, a power loss keeps any. The
+            # end of a message must not go before the message.
+            self._sync_directory("remove")
 
     def rewrite(self, segment: int, contents: Iterable[bytes]) -> Rewrite:
         """Write a segment anew with ``contents``, beside the old one. Blocking, for any thread.

@@ -108,6 +108,7 @@ class Replay:
         self.queues: dict[int, Declare] = {}
         self.taken: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
         self.orphans: list[str] = []
+        self.assumed: set[int] = set()  # queues that must be declared again
         self.held = 0  # bytes of bodies in memory
         self.last_queue = 0
         self.last_seq = 0
@@ -152,6 +153,7 @@ class Replay:
                     self.last_queue = max(self.last_queue, record.queue)
                 case Delete():
                     self.queues.pop(record.queue, None)
+                    self.assumed.discard(record.queue)
                     self._deleted[record.queue] = self.last_seq
                     self.last_queue = max(self.last_queue, record.queue)
                 case Inbox():
@@ -191,15 +193,28 @@ class Replay:
         self._released[seq] = record
 
     def _bury(self, record: Bury, letter: bytes) -> None:
-        """Nothing has happened if the letter's queue is unknown: the message is still there.
+        if record.letter.queue not in self.queues:
+            self._declare_letters(record)
+        self._forget(record.seq)
+        self._publish(letter)
 
-        Its declaration and this record may both be among the last writes, of which a power loss
-        keeps any.
+    def _declare_letters(self, record: Bury) -> None:
+        """The declaration of a dead-letter queue is missing: its source says how it was named.
+
+        It and this record may both be among the last writes, of which a power loss keeps any. Or
+        compaction took it, because the queue was deleted; then its deletion follows.
         """
-        self.last_seq = max(self.last_seq, record.letter.seq)
-        if record.letter.queue in self.queues:
-            self._forget(record.seq)
-            self._publish(letter)
+        source = self.queues.get(record.queue)
+        if source is not None and source.group is not None:
+            named = (other for other in self.queues.values() if other.name == source.name)
+            source = next((other for other in named if other.group is None), None)
+        name = None if source is None else source.config.get("dead_letter")
+        if source is not None and isinstance(name, str):
+            depth = source.config.get("dead_letter_max_depth", 10_000)
+            config = {"drop_oldest": True, "max_depth": depth, "max_deliveries": None}
+            number = record.letter.queue
+            self.queues[number] = Declare(number, name, None, config)
+            self.assumed.add(number)
 
     def _take(self, record: Inbox) -> None:
         self.taken[record.name] = (record.first, record.last)
@@ -273,11 +288,17 @@ class Replay:
 
         Those of deleted queues go, and those of bulk files that were not taken in whole.
         """
+        names = {queue.name for number, queue in self.queues.items() if number not in self.assumed}
+        for number in self.assumed:
+            queue = self.queues[number]
+            if queue.name in names:  # made anew meanwhile, under another number
+                self.queues[number] = queue._replace(name=f"recovered-{number}")
         for seq in list(self._bulk):
             self._forget(seq)
         for seq, content in list(self._messages.items()):
-            queue = _whose(content, WHOSE_AT)[0]
-            if seq <= self._deleted.get(queue, 0) or not self._known(queue):
+            number = _whose(content, WHOSE_AT)[0]
+            self.last_queue = max(self.last_queue, number)  # a number is given once
+            if seq <= self._deleted.get(number, 0) or not self._known(number):
                 self._forget(seq)
         self.index.agree(self._messages)
         messages = self._messages

@@ -163,7 +163,7 @@ def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) ->
         position += 4 * messages
         if generations.get(number) == generation:
             known.add(number)
-            replay.index.put(SegmentIndex(number, _little(seqs), _little(offsets)))
+            replay.index.replace([], SegmentIndex(number, _little(seqs), _little(offsets)))
     for number in sorted(generations):  # those that were rewritten since
         if number <= upto and number not in known:
             found = [
@@ -172,7 +172,7 @@ def _load(log: Log, replay: Replay, data: bytes, generations: dict[int, int]) ->
                 for seq in messages_in(entry.content)
             ]
             if found:
-                replay.index.put(SegmentIndex(number, *zip(*found, strict=True)))
+                replay.index.replace([], SegmentIndex(number, *zip(*found, strict=True)))
     replay.load(_framed(data, position))
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from itertools import islice
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from qkit.clock import Clock, SystemClock
 from qkit.errors import (
@@ -19,8 +19,6 @@ from qkit.errors import (
     Damage,
     InvalidName,
     LogDamaged,
-    QueueError,
-    StorageError,
 )
 from qkit.native.actor import QueueActor
 from qkit.native.compaction import Compacted, Plan, choose, compact, plan, replaced
@@ -83,7 +81,7 @@ class Storage:
         self._refused: set[str] = set()  # and such as cannot be
         self._look_in: Callable[[], Awaitable[object]] | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
         try:
             self.log = Log(
                 disk,
@@ -143,10 +141,12 @@ class Storage:
             )
 
     async def close(self) -> None:
-        """Write what is pending and let the directory go. Again: nothing happens."""
-        if self._closed:
-            return
-        self._closed = True
+        """Write what is pending and let the directory go. Again: wait for that."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)  # it comes to its end although nobody waits any more
+
+    async def _close(self) -> None:
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -163,11 +163,15 @@ class Storage:
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
         if self.log.inline:
             return function(*args, **kwargs)
-        work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+        return await self._to_its_end(asyncio.to_thread(function, *args, **kwargs))
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Await what must not be left half done, or go on in files that are closed."""
+        task = asyncio.ensure_future(work)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            await asyncio.wait([work])  # it must not go on in files that are closed
+            await asyncio.wait([task])
             raise
 
     # Tidying
@@ -176,25 +180,25 @@ class Storage:
         seen, quiet, passed = -1, 0.0, 0.0
         while not self.log.read_only:
             await asyncio.sleep(LOOK)
-            await self._look()
             passed += LOOK
             quiet = quiet + LOOK if self.log.groups == seen else 0.0
             seen = self.log.groups
-            if not (quiet == IDLE or passed >= PERIOD or self._grown()):
-                continue
-            passed = 0.0
+            due = quiet == IDLE or passed >= PERIOD or self._grown()
+            # Whatever goes wrong, it is told and tried again: a directory that nobody tidies any
+            # more would fill the disk in silence.
             try:
-                await self.tidy(rotate=quiet >= IDLE)
-            except (StorageError, OSError):
-                logger.exception("the log could not be tidied; it is as before")
-            seen = self.log.groups
-
-    async def _look(self) -> None:
-        if self._look_in is not None and self.waiting():
-            try:
-                await self._look_in()
-            except (QueueError, OSError):
+                waiting = await self._in_thread(self.waiting)
+                if waiting and self._look_in is not None:
+                    await self._look_in()
+            except Exception:
                 logger.exception("a bulk file could not be taken in; it stays where it is")
+            try:
+                if due:
+                    await self.tidy(rotate=quiet >= IDLE)
+            except Exception:
+                logger.exception("the log could not be tidied; it is as before")
+            if due:
+                passed, seen = 0.0, self.log.groups
 
     def _grown(self) -> bool:
         behind = self.log.active - 1 - self._covered
@@ -240,11 +244,12 @@ class Storage:
             # What became of the messages that are taken out (a dead letter, say) must not be lost
             # when they are.
             await self.log.sync()
-            compacted = await self._in_thread(compact, self.log, planned)
+            compacted = await self._in_thread(compact, self.log, planned, self._segment_bytes)
             await self._in_thread(self.log.install, compacted.rewrite)
+            planned.segments = compacted.segments
             self._switch(planned, compacted)
-            if len(run) > 1:
-                await self._in_thread(self.log.remove, run[1:])
+            if len(planned.segments) > 1:
+                await self._in_thread(self.log.remove, planned.segments[1:])
             self._stuck[run[0]] = self._signature(run[0])
 
     def _switch(self, plan: Plan, compacted: Compacted) -> None:
@@ -252,8 +257,7 @@ class Storage:
         index = self.journal.index
         new = replaced([index[number] for number in plan.segments], plan, compacted)
         self.log.switch(plan.segments[0])
-        index.drop(plan.segments)
-        index.put(new)
+        index.replace(plan.segments, new)
 
     def _is_stuck(self, number: int) -> bool:
         return self._stuck.get(number) == self._signature(number)
@@ -287,21 +291,29 @@ class Storage:
         count, failure = 0, None
         async with self._taking:
             for job in self.waiting():
-                if job not in self._taken:
-                    try:
-                        await self._in_thread(check_bulk, self.path, job)
-                        messages = await self.journal.take_in(job, self._chunks(job, channel))
-                    except (LogDamaged, InvalidName, ConfigError) as error:
-                        self._refused.add(job)
-                        failure = failure or error
-                        continue
-                    self._taken.add(job)
-                    admit(messages)
-                    count += len(messages)
-                await self._in_thread(discard, self.path, job)
+                try:
+                    count += await self._to_its_end(self._take_job(job, channel, admit))
+                except (LogDamaged, InvalidName, ConfigError) as error:
+                    self._refused.add(job)
+                    failure = failure or error
         if failure is not None:
             raise failure
         return count
+
+    async def _take_job(
+        self,
+        job: str,
+        channel: Callable[[str], QueueActor | Topic],
+        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+    ) -> int:
+        messages: list[tuple[DurableActor, int, Publish]] = []
+        if job not in self._taken:
+            await self._in_thread(check_bulk, self.path, job)
+            messages = await self.journal.take_in(job, self._chunks(job, channel))
+            self._taken.add(job)
+            admit(messages)
+        await self._in_thread(discard, self.path, job)
+        return len(messages)
 
     async def _chunks(
         self, job: str, channel: Callable[[str], QueueActor | Topic]

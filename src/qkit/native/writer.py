@@ -307,7 +307,8 @@ class Writer:
         try:
             self._tail.sync()
         except OSError as error:
-            self._tail.take_back(positions[0][1])
+            if not group.written:  # else some of it was confirmed as written
+                self._tail.take_back(positions[0][1])
             return error
         self._sync_at = float("inf")
         return None
