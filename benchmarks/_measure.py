@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import gc
 import json
-import logging
 import os
 import platform
 import statistics
@@ -224,7 +223,6 @@ def main(
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar is missed")
     parser.add_argument("--directory", type=Path, help="where to write (default: here)")
     options = parser.parse_args(arguments)
-    logging.getLogger("qkit").setLevel(logging.CRITICAL)
     directory = options.directory or output.parent
     scale = Scale(options.count or (500 if options.quick else 20_000), options.quick, directory)
     repeat = options.repeat or (1 if options.quick else 5)

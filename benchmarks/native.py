@@ -6,6 +6,7 @@ Run it from the root of the repository: ``python -m benchmarks.native``.
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -20,4 +21,5 @@ SUITES = (
 )
 
 if __name__ == "__main__":
+    logging.getLogger("qkit").setLevel(logging.CRITICAL)
     sys.exit(_measure.main(SUITES, Path(__file__).with_suffix(".json"), __doc__ or ""))
