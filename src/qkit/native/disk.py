@@ -18,7 +18,7 @@ from typing import Final
 
 from qkit.errors import LogLocked, StorageError
 
-__all__ = ["Disk"]
+__all__ = ["Disk", "sync_path"]
 
 # NONBLOCK: opening a pipe that somebody planted must fail, not wait. It means nothing to files.
 _FLAGS: Final = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -46,7 +46,7 @@ class Disk:
         missing = [made for made in self.path.parents if not made.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for made in missing:
-            _sync_path(made.parent)
+            sync_path(made.parent)
         parent = self._keep(os.open(self.path.parent, os.O_DIRECTORY | os.O_CLOEXEC))
         name = self.path.name or "."
         root = self._directory(name, parent)
@@ -182,8 +182,9 @@ class Disk:
         os.fsync(self._log)
 
 
-def _sync_path(path: Path) -> None:
-    fd = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC)
+def sync_path(directory: Path) -> None:
+    """Return when the names in a directory are on the disk."""
+    fd = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, Self
 
 from qkit.errors import ConfigError, LogDamaged, StorageError
 from qkit.message import check_name, new_id
+from qkit.native.disk import sync_path
 from qkit.native.encode import encode_declare, encode_publish
 from qkit.native.record import Declare, Publish, decode
 from qkit.native.segment import (
@@ -134,7 +135,7 @@ class BulkWriter:
         os.close(self._fd)
         self._fd = -1
         self._temporary.rename(self._path)
-        _sync(self._path.parent)
+        sync_path(self._path.parent)
 
     def abort(self) -> None:
         """Leave nothing of this part behind. Again, or after ``close``: nothing happens."""
@@ -167,7 +168,7 @@ def commit(path: str | os.PathLike[str], job: str) -> bool:
         shutil.rmtree(staged)
         return False
     staged.rename(published)
-    _sync(published.parent)
+    sync_path(published.parent)
     return True
 
 
@@ -188,7 +189,7 @@ def _own_directory(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        _sync(path.parent)
+        sync_path(path.parent)
     try:
         fd = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -200,14 +201,6 @@ def _own_directory(path: Path) -> None:
         ) from error
     try:
         os.fchmod(fd, 0o700)
-    finally:
-        os.close(fd)
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 
