@@ -1,0 +1,1 @@
+"""The rooms of the Redis list backend: frame, scripts, connection, subscription."""

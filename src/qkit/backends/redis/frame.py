@@ -1,0 +1,84 @@
+"""A message as it lies in a Redis list: a line of facts, a line of headers, then the body as it is.
+
+``qk1 <id> <priority> <not before> <expires> <deliveries> <key>``: times in milliseconds since the
+epoch, 0 for none; ``-`` where there is no priority or key. ``redis-cli LRANGE orders 0 0`` shows it
+to a person, and scripts on the server read the first line alone. Whatever does not begin so was
+written by another program: all of it is the body.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Final, cast
+from urllib.parse import quote, unquote
+
+from qkit.message import Envelope
+
+__all__ = ["decode", "encode", "wire_id"]
+
+_HEAD: Final = re.compile(
+    rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})(!?) ([-=]\S*)\n([^\n]*)\n"
+)
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._~-]+")
+
+
+def wire_id(id: str) -> str:
+    """An id as the first line carries it: without spaces, and never empty."""
+    return id if _PLAIN.fullmatch(id) else quote(id, safe="", errors="surrogatepass") or "%"
+
+
+def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -> bytes:
+    """The frame of ``envelope`` after so many deliveries.
+
+    >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k 1"))
+    b'qk1 0190 - 0 0 0 =k%201\\n{"tenant":"acme"}\\n{}'
+    """
+    key = "-" if envelope.key is None else "=" + quote(envelope.key, errors="surrogatepass")
+    priority = "-" if envelope.priority is None else envelope.priority
+    due = milliseconds(envelope.not_before) if scheduled else 0
+    expires = milliseconds(envelope.expires_at)
+    headers = json.dumps(envelope.headers, separators=(",", ":")) if envelope.headers else ""
+    head = f"qk1 {wire_id(envelope.id)} {priority} {due} {expires} {deliveries} {key}\n{headers}\n"
+    return head.encode() + envelope.body
+
+
+def decode(frame: bytes) -> tuple[Envelope, bool]:
+    """The message in a frame, ``attempt`` as the deliveries so far; whether its last lease ran out.
+
+    >>> decode(b'qk1 0190 7 0 0 2! -\\n\\n{}')
+    (Envelope(id='0190', body=b'{}', headers={}, key=None, priority=7, ..., attempt=2), True)
+    """
+    found = _HEAD.match(frame)
+    if found is None:
+        return Envelope("foreign", frame, attempt=0), False
+    id, priority, due, expires, deliveries, spent, key, headers = found.groups()
+    return Envelope(
+        unquote(id.decode(errors="replace"), errors="surrogatepass") if id != b"%" else "",
+        frame[found.end() :],
+        _headers(headers) if headers else {},
+        None
+        if key[:1] == b"-"
+        else unquote(key[1:].decode(errors="replace"), errors="surrogatepass"),
+        None if priority == b"-" else int(priority),
+        int(due) / 1000 if due != b"0" else None,
+        int(expires) / 1000 if expires != b"0" else None,
+        int(deliveries),
+    ), bool(spent)
+
+
+def _headers(line: bytes) -> dict[str, str]:
+    # A frame that another program made up may hold anything here; its body still counts.
+    try:
+        found: object = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(name): str(value) for name, value in cast("dict[object, object]", found).items()}
+
+
+def milliseconds(seconds: float | None) -> int:
+    """Rounded up, because a message must not come early; 0 is none."""
+    return 0 if seconds is None else min(max(1, math.ceil(round(seconds * 1000, 3))), 10**15 - 1)
