@@ -1,0 +1,394 @@
+"""A consumer of a Redis list: claims in batches, parks on the server, settles in gathered calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from redis import exceptions
+from redis.asyncio import Redis
+
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.redis import frame, scripts
+from qkit.backends.redis.connection import BACKEND, Link, error_of, translated
+from qkit.backends.redis.gathering import Gathered
+from qkit.backends.redis.place import Place
+from qkit.backends.redis.renewal import Renewals
+from qkit.clock import Clock
+from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
+from qkit.logs import logger
+from qkit.message import DeadLetter, Envelope, Reason
+from qkit.native.dead import LeaseExpired, TimeToLiveExpired
+
+__all__ = ["RedisSubscription"]
+
+# Nobody depends on it to hear of a message: it is for what happens by itself, a lease that ends or
+# a delay that is over, while whoever knew of it is busy. Retries may be a second late.
+SAFETY: Final = 1.0
+PATIENCE: Final = 10.0  # beyond the end of its wait a parked connection that says nothing is dead
+MOST: Final = 1_000  # messages in one claim
+
+
+Bury = Callable[[Place, DeadLetter], Awaitable[None]]
+
+
+class RedisSubscription:
+    """A live claim on a queue: at most ``prefetch`` unsettled deliveries.
+
+    The parked command outlives a ``receive`` that was cancelled: its answer may be a message. What
+    a cancelled ``receive`` had claimed goes back, uncharged.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        place: Place,
+        spec: SubscriptionSpec,
+        *,
+        lease: float,
+        clock: Clock,
+        bury: Bury,
+        max_deliveries: int | None,
+    ) -> None:
+        self._link = link
+        self._place = place
+        self._prefetch = spec.prefetch
+        self._lease = lease
+        self._clock = clock
+        self._bury = bury
+        self._max_deliveries = max_deliveries
+        self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
+        self._claimed: list[Delivery] = []  # on their way to a receive
+        self._receivers = 0
+        self._claiming: asyncio.Task[float] | None = None
+        self._parking: asyncio.Task[None] | None = None
+        self._parked_until = 0.0
+        self._parker: Redis | None = None
+        self._parker_id = 0
+        self._free = asyncio.Event()
+        self._stopped = False
+        self._stopping = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._acks = Gathered(self._ack_all)
+        self._extensions = Gathered(self._extend_all)
+        self._renewals = Renewals(link.address, place, lease, self.held)
+
+    async def open(self) -> None:
+        """Connect; the parking connection must be known by its number to be woken."""
+        self._parker = self._link.address.parking()
+        parker: Any = self._parker  # the driver's calls have no types
+        self._parker_id = int(await parker.execute_command("CLIENT", "ID"))
+
+    # Receive
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted.
+        """
+        self._receivers += 1
+        try:
+            while not self._stopped:
+                if self._claimed:
+                    taken, self._claimed = self._claimed[:limit], self._claimed[limit:]
+                    return taken
+                await self._next(limit)
+            return []
+        finally:
+            self._receivers -= 1
+            self._return_claimed()
+
+    async def _next(self, limit: int) -> None:
+        """One step towards a delivery: a free slot, a claim, or a wait for a message."""
+        if self._parking is not None:
+            await self._watch(self._parking)
+            return
+        free = min(limit, self._slots(), MOST)
+        if self._claiming is None:
+            if free <= 0:
+                await self._wait_for_slot()
+                return
+            self._claiming = asyncio.create_task(self._claim(free), name="qkit redis claim")
+        claiming = self._claiming
+        wait = await self._watch(claiming)
+        if wait is not None and not self._claimed and not self._stopped and self._parking is None:
+            self._parked_until = self._clock.monotonic() + wait
+            self._parking = asyncio.create_task(self._park(wait), name="qkit redis park")
+
+    async def _watch(self, task: asyncio.Task[Any]) -> Any:
+        """Wait for a task that goes on when the waiting is cancelled, or until ``stop``."""
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if not task.done():
+            return None
+        if task is self._parking:
+            self._parking = None
+        if task is self._claiming:
+            self._claiming = None
+        try:
+            return task.result()
+        except (exceptions.RedisError, OSError, EOFError, QueueError) as error:
+            if self._stopped:
+                return None
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> SubscriptionLost:
+        if isinstance(error, SubscriptionLost):
+            return error
+        said = error.message if isinstance(error, QueueError) else error_of(error, "").message
+        return SubscriptionLost(
+            f"the subscription broke: {said}",
+            backend=BACKEND,
+            operation="receive",
+            queue=self._place.queue,
+            cause=error,
+        )
+
+    async def _claim(self, count: int) -> float:
+        """Claim, bury what is dead; return how long to park if nothing came of it."""
+        answer = await self._link.run(
+            scripts.CLAIM, self._place.keys, self._place.base, count, _ms(self._lease)
+        )
+        if answer is None:
+            raise SubscriptionLost(
+                "the queue was deleted",
+                backend=BACKEND,
+                operation="receive",
+                queue=self._place.queue,
+            )
+        now, nearest, found = answer
+        ends = self._clock.monotonic() + self._lease
+        dead: list[tuple[str, Envelope, bool]] = []
+        for at in range(0, len(found), 2):
+            token = found[at].decode()
+            envelope, spent = frame.decode(found[at + 1])
+            expired = envelope.expires_at is not None and envelope.expires_at * 1000 <= now
+            if spent or expired:
+                dead.append((token, envelope, spent))
+                continue
+            envelope.attempt += 1
+            self.held[token] = ends
+            self._claimed.append(Delivery(envelope, self._place.queue, token, self._lease))
+        if self._claimed:
+            self._renewals.wake()
+            self._return_claimed()
+        for token, envelope, spent in dead:
+            await self._inter(token, envelope, spent, now / 1000)
+        if dead:
+            return 0.001  # there may be more behind them
+        return SAFETY if nearest < 0 else min(SAFETY, nearest / 1000)
+
+    async def _inter(self, token: str, envelope: Envelope, spent: bool, now: float) -> None:
+        """A copy in the dead letters first, then the ack: a crash between them repeats it."""
+        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
+        if spent:
+            error = LeaseExpired(
+                f"the lease of delivery {envelope.attempt} of {self._max_deliveries} expired: "
+                "the handler crashed, hung or outran ack_deadline"
+            )
+        letter = DeadLetter.of(
+            envelope,
+            channel=self._place.queue,
+            reason=Reason.MAX_RETRIES_EXCEEDED if spent else Reason.TTL_EXPIRED,
+            at=now,
+            error=error,
+            group=self._place.group,
+        )
+        await self._bury(self._place, letter)
+        await self._link.run(scripts.ACK, self._place.keys, self._place.base, token)
+
+    async def _park(self, seconds: float) -> None:
+        parker: Any = self._parker
+        async with asyncio.timeout(seconds + PATIENCE):
+            moved = await parker.execute_command(
+                "BLMOVE",
+                self._place.ingress,
+                f"{self._place.base}:in",
+                "LEFT",
+                "RIGHT",
+                max(0.001, round(seconds, 3)),
+            )
+        if moved is not None and not self._receivers:
+            await self._pass_on()  # the receive was cancelled, and another may be waiting
+
+    def _slots(self) -> int:
+        """How many more may be held; what the server has taken back by now takes no slot."""
+        if len(self.held) >= self._prefetch:
+            now = self._clock.monotonic()
+            for token in [token for token, end in self.held.items() if end <= now]:
+                del self.held[token]
+        return self._prefetch - len(self.held)
+
+    async def _wait_for_slot(self) -> None:
+        self._free.clear()
+        first = min(self.held.values()) - self._clock.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.001, first)):
+                await self._free.wait()
+
+    def _return_claimed(self) -> None:
+        """Nobody waits for what was claimed: give it back."""
+        if self._claimed and not self._receivers:
+            claimed, self._claimed = self._claimed, []
+            tokens = [str(delivery.receipt) for delivery in claimed]
+            self._settled(tokens)
+            self._spawn(self._put_back(tokens), "qkit redis return")
+
+    async def _put_back(self, tokens: list[str]) -> None:
+        arguments: list[str | int] = []
+        for token in reversed(tokens):  # each goes to the front
+            arguments += [token, 0, ""]
+        if not arguments:
+            return
+        try:
+            async with translated("release", self._place.queue):
+                await self._link.run(
+                    scripts.RELEASE, self._place.keys, self._place.base, *arguments
+                )
+        except QueueError as error:  # their leases end by themselves
+            logger.warning("%s: messages could not be given back: %s", self._place.queue, error)
+
+    # Settle
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message. All acks of a turn of the loop go together."""
+        await self._settle("ack", delivery, self._acks.add(self._token(delivery, "ack")))
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        token = self._token(delivery, "release")
+        envelope = delivery.envelope
+        content = frame.encode(envelope, envelope.attempt - (not count_attempt), scheduled=False)
+        await self._settle("release", delivery, self._release(token, delay, content))
+        due = self._clock.monotonic() + delay
+        if delay > 0 and self._parking is not None and due < self._parked_until:
+            await self._unblock()  # the wait was measured before this was known
+
+    async def _release(self, token: str, delay: float, content: bytes) -> int:
+        milliseconds = _ms(delay) if delay > 0 else 0
+        async with translated("release", self._place.queue):
+            done = await self._link.run(
+                scripts.RELEASE, self._place.keys, self._place.base, token, milliseconds, content
+            )
+        return int(done[0]) if done else 0
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now."""
+        token = self._token(delivery, "extend")
+        if not await self._extensions.add(token, _ms(seconds)):
+            raise self._late(delivery, token, "extend")
+        if token in self.held:
+            self.held[token] = self._clock.monotonic() + seconds
+
+    async def _settle(self, operation: str, delivery: Delivery, done: Awaitable[int]) -> None:
+        token = str(delivery.receipt)
+        if not await done:
+            raise self._late(delivery, token, operation)
+        delivery.receipt = None
+        self._settled([token])
+
+    def _token(self, delivery: Delivery, operation: str) -> str:
+        if not isinstance(delivery.receipt, str):
+            raise MessageNotFound(
+                "this delivery was settled before: settle each one once",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        return delivery.receipt
+
+    def _late(self, delivery: Delivery, token: str, operation: str) -> AckDeadlineExceeded:
+        self._settled([token])
+        return AckDeadlineExceeded(
+            "the lease of this delivery is lost, the message may be with another consumer: "
+            "extend the lease while working, or raise ack_deadline",
+            backend=BACKEND,
+            operation=operation,
+            queue=delivery.queue,
+            message_id=delivery.envelope.id,
+        )
+
+    def _settled(self, tokens: list[str]) -> None:
+        for token in tokens:
+            self.held.pop(token, None)
+        self._free.set()
+
+    async def _ack_all(self, *tokens: str | int) -> list[int]:
+        async with translated("ack", self._place.queue):
+            done: list[int] = await self._link.run(
+                scripts.ACK, self._place.keys, self._place.base, *tokens
+            )
+        return done
+
+    async def _extend_all(self, *arguments: str | int) -> list[int]:
+        async with translated("extend", self._place.queue):
+            done: list[int] = await self._link.run(
+                scripts.EXTEND, self._place.keys, self._place.base, *arguments
+            )
+        return done
+
+    # The end
+
+    async def stop(self) -> None:
+        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._stopping.set()
+        self._free.set()
+        if self._claiming is not None:
+            with contextlib.suppress(exceptions.RedisError, OSError, EOFError, QueueError):
+                await self._claiming
+            self._claiming = None
+        parking, self._parking = self._parking, None
+        if parking is not None:
+            with contextlib.suppress(exceptions.RedisError, OSError, EOFError, QueueError):
+                while not parking.done():
+                    await self._unblock()
+                    await asyncio.wait({parking}, timeout=0.1)  # it may not have been sent yet
+                await parking
+                await self._pass_on()
+
+    async def _pass_on(self) -> None:
+        """What the parked command moved is for the others: one of them is woken."""
+        await self._link.run(scripts.TIDY, self._place.keys, self._place.base)
+
+    async def _unblock(self) -> None:
+        with contextlib.suppress(exceptions.RedisError, OSError, EOFError):
+            await self._link.command("CLIENT", "UNBLOCK", self._parker_id)
+
+    async def leave(self) -> None:
+        """Stop, give back what is held, and disconnect."""
+        try:
+            await self.stop()
+            self._return_claimed()
+            held = list(self.held)
+            self._settled(held)
+            await self._put_back(held)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+        finally:
+            self._renewals.close()
+            for task in (self._parking, self._claiming):
+                if task is not None:
+                    task.cancel()
+            if self._parker is not None:
+                with contextlib.suppress(exceptions.RedisError, OSError, EOFError):
+                    await self._parker.aclose()
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
