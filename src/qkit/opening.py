@@ -81,4 +81,39 @@ def _directory(
     )
 
 
-_BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {"native": _native}
+def _redis(settings: Settings, clock: Clock) -> Backend:
+    if settings.mode != "list":
+        raise ConfigError(
+            "type 'redis' with mode='pubsub': this version of qkit does not carry that backend "
+            "yet; set mode='list'"
+        )
+    if not settings.reliable:
+        raise ConfigError(
+            "type 'redis' with reliable=false: this version of qkit does not carry that backend "
+            "yet; leave reliable out"
+        )
+    try:
+        from qkit.backends.redis_list import RedisListBackend
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "redis":
+            raise
+        raise ConfigError(
+            "type 'redis' needs the Redis client: pip install 'qkit[redis]'", cause=error
+        ) from error
+
+    assert settings.url is not None
+    files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
+    ca_file, cert_file, key_file = (None if path is None else str(path) for path in files)
+    return RedisListBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        ack_deadline=settings.ack_deadline,
+        replicas=settings.replicas,
+        timeout=settings.send_timeout,
+        tls_ca_file=ca_file,
+        tls_cert_file=cert_file,
+        tls_key_file=key_file,
+    )
+
+
+_BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {"native": _native, "redis": _redis}

@@ -1,0 +1,369 @@
+"""The Redis list backend: queues with leases, priorities and delays in plain Redis lists."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backends.redis import frame, scripts
+from qkit.backends.redis.connection import BACKEND, Address, Link, translated
+from qkit.backends.redis.place import Place
+from qkit.backends.redis.scripts import Script
+from qkit.backends.redis.subscription import RedisSubscription
+from qkit.clock import Clock, SystemClock
+from qkit.errors import (
+    ConfigError,
+    PartialSend,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+    SendTimeout,
+)
+from qkit.matrix import MATRIX
+from qkit.message import GROUP, DeadLetter, Envelope, Sent
+
+__all__ = ["RedisListBackend"]
+
+QUEUES: Final = "qkit:queues"  # the names of all queues; no channel's name can hold a colon
+BATCH: Final = 500  # messages in one call of the send script
+FULL: Final = -2
+
+
+class RedisListBackend:
+    """The whole boundary on Redis 6.2 or later, or Valkey.
+
+    ``replicas`` counts the server itself: with 2 a send returns once one replica has it too.
+
+    >>> backend = RedisListBackend("redis://localhost:6379/0")
+    >>> backend.capabilities.supports("lease")
+    True
+    """
+
+    name: str = BACKEND
+    capabilities: Capabilities = MATRIX["redis-list"]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        ack_deadline: float = 30.0,
+        replicas: int = 1,
+        timeout: float = 10.0,
+        tls_ca_file: str | None = None,
+        tls_cert_file: str | None = None,
+        tls_key_file: str | None = None,
+    ) -> None:
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._ack_deadline = ack_deadline
+        self._replicas = replicas
+        self._link = Link(
+            Address(
+                url,
+                timeout=timeout,
+                tls_ca_file=tls_ca_file,
+                tls_cert_file=tls_cert_file,
+                tls_key_file=tls_key_file,
+            )
+        )
+        self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
+
+    # Backend
+
+    async def start(self) -> None:
+        """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the replicas are missing."""
+        self._link.connect()
+        try:
+            await self.ping()
+            if self._replicas > 1:
+                await self._check_replicas(self._replicas)
+        except BaseException:
+            await self._link.aclose()
+            raise
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists; what the spec leaves unset stays as it is.
+
+        Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
+        ``QueueNotFound`` when it does not exist.
+        """
+        place = Place.of(spec.name)
+        async with translated("declare", spec.name):
+            if spec.passive:
+                if not await self._link.command("EXISTS", place.keys[0]):
+                    raise _not_found(spec.name, "declare")
+                return
+            if spec.replicas > self._replicas:
+                await self._check_replicas(spec.replicas)
+                self._replicas = spec.replicas
+            limits: dict[str, object] = {
+                "max_depth": spec.max_depth,
+                "max_priority": spec.max_priority,
+                "max_deliveries": spec.max_deliveries,
+                "dead_letter": spec.dead_letter,
+                "drop_oldest": 1 if spec.drop_oldest else None,
+            }
+            fields = [
+                word
+                for field, value in limits.items()
+                if value is not None
+                for word in (field, value)
+            ]
+            kind = "topic" if spec.broadcast else "queue"
+            await self._link.command("SADD", QUEUES, spec.name)
+            found = await self._run(scripts.DECLARE, place, kind, *fields)
+        if found.decode() != kind:
+            raise ConfigError(
+                f"{spec.name!r} was declared as a {found.decode()} and now as a {kind}: declare "
+                "it alike everywhere, or delete it first",
+                backend=self.name,
+                operation="declare",
+                queue=spec.name,
+            )
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        results: list[Sent | QueueError] = []
+        for at in range(0, len(envelopes), BATCH):
+            batch = envelopes[at : at + BATCH]
+            try:
+                results += await self._send(queue, batch)
+            except QueueError as error:
+                if not results:
+                    raise
+                results += [error] * (len(envelopes) - len(results))
+                break
+        failed = [item for item in results if isinstance(item, QueueError)]
+        if failed and len(failed) == len(results):
+            raise failed[0]
+        if failed:
+            raise PartialSend(
+                f"{len(failed)} of {len(results)} messages were not accepted, the first because "
+                f"{failed[0].message}",
+                results,
+                backend=self.name,
+                operation="publish",
+                queue=queue,
+            )
+        return results  # type: ignore[return-value]  # no error among them
+
+    async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
+        arguments: list[str | int | bytes] = []
+        # In a queue of dead letters the header is a fact like the others.
+        topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
+        for item in envelopes:
+            group = item.headers.get(GROUP, "") if topic else ""
+            if group:
+                headers = {name: item.headers[name] for name in item.headers if name != GROUP}
+                item = replace(item, headers=headers)
+            priority = "" if item.priority is None else item.priority
+            due = frame.milliseconds(item.not_before)
+            arguments += (group, priority, due, frame.encode(item))
+        async with translated("publish", queue):
+            answer = await self._confirmed(queue, arguments)
+        if answer is None:
+            raise _not_found(queue, "publish")
+        positions, evicted = answer
+        for content in evicted:
+            self._dropped(queue, content)
+        return [
+            _full(queue, item)
+            if position == FULL
+            else Sent(item.id, position if position >= 0 else None)
+            for item, position in zip(envelopes, positions, strict=True)
+        ]
+
+    async def _confirmed(self, queue: str, arguments: Sequence[str | int | bytes]) -> Any:
+        place = Place.of(queue)
+        if self._replicas == 1:
+            return await self._run(scripts.SEND, place, *arguments)
+        wait = self._link.address.timeout / 2
+        answer, copies = await self._link.run_and_wait(
+            scripts.SEND, place.keys, [place.base, *arguments], self._replicas - 1, wait
+        )
+        if answer is not None and copies < self._replicas - 1:
+            raise SendTimeout(
+                f"Redis has the messages, but only {copies} of {self._replicas - 1} replicas "
+                f"confirmed them within {wait:g} s: they may be lost if it fails now",
+                backend=self.name,
+                operation="publish",
+                queue=queue,
+            )
+        return answer
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RedisSubscription]:
+        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[RedisSubscription, None]:
+        async with translated("subscribe", spec.queue):
+            place, max_deliveries = await self._join(spec)
+            subscription = RedisSubscription(
+                self._link,
+                place,
+                spec,
+                lease=self._ack_deadline if spec.ack_deadline is None else spec.ack_deadline,
+                clock=self._clock,
+                bury=self._bury,
+                max_deliveries=max_deliveries,
+            )
+            try:
+                await subscription.open()
+            except BaseException:
+                await subscription.leave()
+                raise
+        try:
+            yield subscription
+        finally:
+            leaving = asyncio.ensure_future(subscription.leave())
+            try:
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:
+                await leaving  # what is held must go back, whoever is in a hurry
+                raise
+
+    async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
+        """Where the subscription's messages lie; a topic's group begins to receive by this."""
+        place = Place.of(spec.queue)
+        kind, most = await self._link.command("HMGET", place.keys[0], "kind", "max_deliveries")
+        if kind is None:
+            raise _not_found(spec.queue, "subscribe")
+        if kind == b"topic":
+            await self._link.command("SADD", f"{place.base}:groups", spec.group)
+            place = place.of_group(spec.group)
+        return place, None if most is None else int(most)
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless the server answers."""
+        async with translated("ping"):
+            await self._link.command("PING")
+
+    async def aclose(self) -> None:
+        """Disconnect; idempotent."""
+        await self._link.aclose()
+
+    async def _check_replicas(self, wanted: int) -> None:
+        async with translated("start"):
+            info: dict[str, Any] = await self._link.command("INFO", "replication")
+        connected = int(info.get("connected_slaves", 0))
+        if connected < wanted - 1:
+            raise ConfigError(
+                f"replicas={wanted} needs {wanted - 1} replicas beside the primary and this Redis "
+                f"has {connected}: add some, or set replicas=1",
+                backend=self.name,
+                operation="start",
+            )
+
+    async def _is_topic(self, queue: str) -> bool:
+        async with translated("publish", queue):
+            kind: bytes | None = await self._link.command("HGET", Place.of(queue).keys[0], "kind")
+        return kind == b"topic"
+
+    # Admin
+
+    async def queues(self) -> list[str]:
+        """The names of all queues and topics that were declared on this server."""
+        async with translated("queues"):
+            return sorted(name.decode() for name in await self._link.command("SMEMBERS", QUEUES))
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now; a topic's are the sums of its groups'."""
+        ready, held, scheduled = await self._ask(scripts.STATS, queue, "stats")
+        return QueueStats(queue=queue, depth=ready, in_flight=held, scheduled=scheduled)
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages in order of delivery, delayed ones last."""
+        found = await self._ask(scripts.PEEK, queue, "peek", limit)
+        envelopes: list[Envelope] = []
+        for at in range(0, len(found), 2):
+            envelope, _ = frame.decode(found[at + 1])
+            if found[at]:
+                envelope.headers[GROUP] = found[at].decode()
+            envelopes.append(envelope)
+        return envelopes
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return int(await self._ask(scripts.PURGE, queue, "purge"))
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Delete these messages unless a consumer holds them; return how many were there."""
+        gone = 0
+        for at in range(0, len(ids), BATCH):
+            some = [frame.wire_id(id) for id in ids[at : at + BATCH]]
+            gone += int(await self._ask(scripts.REMOVE, queue, "remove", *some))
+        return gone
+
+    async def delete(self, queue: str) -> None:
+        """Delete the queue with all that is in it."""
+        await self._ask(scripts.DELETE, queue, "delete")
+        async with translated("delete", queue):
+            await self._link.command("SREM", QUEUES, queue)
+
+    async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
+        async with translated(operation, queue):
+            answer = await self._run(script, Place.of(queue), *arguments)
+        if answer is None:
+            raise _not_found(queue, operation)
+        return answer
+
+    async def _run(self, script: Script, place: Place, *arguments: Any) -> Any:
+        return await self._link.run(script, place.keys, place.base, *arguments)
+
+    # DeadLetterSource, DroppedLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each message whose lease or time to live ran out for good.
+
+        Only in the process whose consumer found it dead; also for one that was dropped because
+        its queue names no dead-letter queue.
+        """
+        self._callbacks.append(callback)
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._drop_callbacks.append(callback)
+
+    async def _bury(self, place: Place, letter: DeadLetter) -> None:
+        target = await self._link.command("HGET", place.keys[0], "dead_letter")
+        if target is not None:
+            name = target.decode()
+            try:
+                await self.publish(name, [letter.to_envelope()])
+            except QueueNotFound:  # somebody deleted it, and a dead letter must not wait for that
+                await self.declare(QueueSpec(name=name, drop_oldest=True, max_depth=10_000))
+                await self.publish(name, [letter.to_envelope()])
+        for callback in self._callbacks:
+            callback(letter)
+
+    def _dropped(self, queue: str, content: bytes) -> None:
+        letter = DeadLetter.from_envelope(frame.decode(content)[0], channel=queue)
+        for callback in self._drop_callbacks:
+            callback(letter)
+
+
+def _not_found(queue: str, operation: str) -> QueueNotFound:
+    return QueueNotFound(
+        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
+        backend=BACKEND,
+        operation=operation,
+        queue=queue,
+    )
+
+
+def _full(queue: str, envelope: Envelope) -> QueueFull:
+    return QueueFull(
+        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
+        backend=BACKEND,
+        operation="publish",
+        queue=queue,
+        message_id=envelope.id,
+    )

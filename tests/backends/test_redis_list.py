@@ -1,0 +1,518 @@
+"""Redis lists beyond the contract: other programs, broken connections, and what errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from redis import exceptions
+
+from qkit import ConfigError, QueueService, Settings, consume
+from qkit.backend import (
+    Admin,
+    DeadLetterSource,
+    Delivery,
+    DroppedLetterSource,
+    QueueSpec,
+    SubscriptionSpec,
+)
+from qkit.backends.redis import frame, scripts
+from qkit.backends.redis.connection import error_of, translated
+from qkit.backends.redis.subscription import RedisSubscription
+from qkit.backends.redis_list import RedisListBackend
+from qkit.clock import SystemClock
+from qkit.errors import (
+    BackendUnavailable,
+    MessageNotFound,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+    SendTimeout,
+    SubscriptionLost,
+)
+from qkit.message import DeadLetter, Envelope, Reason, new_id
+from qkit.opening import open_backend
+
+
+@pytest.fixture
+def name() -> str:
+    return f"r-{uuid.uuid4().hex[:10]}"
+
+
+@pytest_asyncio.fixture
+async def raw(redis_url: str, name: str) -> AsyncIterator[Any]:
+    """Another program: the bare client. What the test left is deleted."""
+    async with redis.asyncio.from_url(redis_url) as client:
+        yield client
+        for pattern in (f"{name}*", f"{{{name}*"):
+            keys = [key async for key in client.scan_iter(pattern, count=1000)]
+            if keys:
+                await client.delete(*keys)
+        names = [item for item in await client.smembers("qkit:queues") if name.encode() in item]
+        if names:
+            await client.srem("qkit:queues", *names)
+
+
+@pytest_asyncio.fixture
+async def backend(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend]:
+    backend = RedisListBackend(redis_url)
+    await backend.start()
+    yield backend
+    await backend.aclose()
+
+
+def spec(name: str, **options: Any) -> SubscriptionSpec:
+    values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 10, **options}
+    return SubscriptionSpec(queue=name, **values)
+
+
+async def take(subscription: RedisSubscription, count: int = 1) -> list[Delivery]:
+    found: list[Delivery] = []
+    async with asyncio.timeout(10):
+        while len(found) < count:
+            found += await subscription.receive(count - len(found))
+    return found
+
+
+# Other programs
+
+
+async def test_what_another_program_pushed_is_consumed(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    blob = bytes(range(256))
+    odd = [b'{"id": 1}', b"", blob, b"qk1 x", b"qk1 a b 0 0 0 -\n\nz", b"qk1 a -5 0 0 0 -\n\nz"]
+    await raw.rpush(name, *odd)
+    async with backend.subscribe(spec(name)) as subscription:
+        found = await take(subscription, len(odd))
+        assert [delivery.envelope.body for delivery in found] == odd
+        assert len({delivery.envelope.id for delivery in found}) == len(odd)
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+        await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+
+
+async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.1)
+        begun = asyncio.get_running_loop().time()
+        await raw.rpush(name, b"{}")
+        (first,) = await receiving
+        assert asyncio.get_running_loop().time() - begun < 0.5
+        await subscription.release(first, 0.0)
+        (second,) = await take(subscription)
+        assert (second.envelope.id, second.envelope.attempt) == (first.envelope.id, 2)
+
+
+async def test_a_foreign_message_that_kills_its_consumer_is_counted(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    letters: list[DeadLetter] = []
+    backend.on_dead_letter(letters.append)
+    await backend.declare(QueueSpec(name=f"{name}.dlq", max_depth=10, drop_oldest=True))
+    await backend.declare(QueueSpec(name=name, max_deliveries=2, dead_letter=f"{name}.dlq"))
+    await raw.rpush(name, b"killer")
+    async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
+        assert (await take(subscription))[0].envelope.attempt == 1
+        assert (await take(subscription))[0].envelope.attempt == 2
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                assert not await subscription.receive(1)
+    (letter,) = letters
+    assert (letter.channel, letter.reason, letter.attempts) == (
+        name,
+        Reason.MAX_RETRIES_EXCEEDED,
+        2,
+    )
+    assert letter.error_type == "LeaseExpired"
+    (kept,) = await backend.peek(f"{name}.dlq", 10)
+    assert DeadLetter.from_envelope(kept) == letter
+
+
+async def test_a_person_can_read_what_qkit_sent(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("0190", b'{"id":1}', {"tenant": "acme"})])
+    assert await raw.lrange(name, 0, -1) == [b'qk1 0190 - 0 0 0 -\n{"tenant":"acme"}\n{"id":1}']
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        Envelope("0190", b""),
+        Envelope("a b\n", bytes(range(256)), {"ü": "ü\u2028", "x": ""}, key="k 1\n", priority=0),
+        Envelope("", b"qk1 ", {}, key="", priority=9, not_before=1.5, expires_at=1.7e9),
+        Envelope("%", b"\n\n", {"lone": "\ud800"}, key="-"),
+    ],
+)
+def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
+    found, spent = frame.decode(frame.encode(envelope, 1))
+    assert (found, spent) == (envelope, False)
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
+def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
+    found, _ = frame.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
+    assert (found.headers, found.body) == ({}, b"body")
+
+
+# Nothing is lost
+
+
+async def test_a_cancelled_wait_loses_nothing_fifty_times(
+    backend: RedisListBackend, name: str
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    await backend.declare(QueueSpec(name=name))
+    got: list[str] = []
+    sent: list[str] = []
+    async with (
+        backend.subscribe(spec(name, prefetch=100)) as one,
+        backend.subscribe(spec(name, prefetch=100)) as two,
+    ):
+
+        async def settle(subscription: RedisSubscription, found: list[Delivery]) -> None:
+            for delivery in found:
+                assert delivery.envelope.attempt == 1
+                got.append(delivery.envelope.id)
+                await subscription.ack(delivery)
+
+        for _ in range(50):
+            subscription = dice.choice([one, two])
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await asyncio.sleep(dice.choice([0, 0.0005, 0.002, 0.005]))
+            envelope = Envelope(new_id(), b"x", priority=dice.choice([None, 1, 9]))
+            sending = asyncio.ensure_future(backend.publish(name, [envelope]))
+            await asyncio.sleep(dice.choice([0, 0.0003, 0.0006, 0.001, 0.002]))
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await settle(subscription, await receiving)
+            await sending
+            sent.append(envelope.id)
+        async with asyncio.timeout(20):
+            while len(got) < 50:
+                await settle(one, await one.receive(50))
+    assert sorted(got) == sorted(sent)
+    stats = await backend.stats(name)
+    assert (stats.depth, stats.in_flight, stats.scheduled) == (0, 0, 0)
+
+
+async def test_every_parked_consumer_hears_of_a_batch(backend: RedisListBackend, name: str) -> None:
+    """One message wakes one consumer; each that is woken wakes the next while there is work."""
+    await backend.declare(QueueSpec(name=name))
+    async with contextlib.AsyncExitStack() as stack:
+        consumers = [
+            await stack.enter_async_context(backend.subscribe(spec(name, prefetch=1)))
+            for _ in range(4)
+        ]
+        waiting = [asyncio.ensure_future(each.receive(1)) for each in consumers]
+        await asyncio.sleep(0.1)
+        begun = asyncio.get_running_loop().time()
+        await backend.publish(name, [Envelope(str(number), b"x") for number in range(4)])
+        found = [(await receiving)[0].envelope.id for receiving in waiting]
+        assert asyncio.get_running_loop().time() - begun < 0.5
+        assert sorted(found) == ["0", "1", "2", "3"]
+
+
+async def test_a_consumer_that_died_with_a_message_in_the_arrivals_loses_nothing(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    await raw.blmove(name, f"{{{name}}}:in", 1, "LEFT", "RIGHT")
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert delivery.envelope.id == "a"
+
+
+async def test_messages_that_are_alike_are_all_kept(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    for delay in (0.0, 0.3):
+        due = SystemClock().time() + delay if delay else None
+        await backend.publish(name, [Envelope("same", b"x", not_before=due)] * 3)
+    async with backend.subscribe(spec(name)) as subscription:
+        assert len(await take(subscription, 6)) == 6
+
+
+async def test_a_forgotten_script_is_told_again(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.script_flush()
+    await backend.publish(name, [Envelope("a", b"x")])
+    assert (await backend.stats(name)).depth == 1
+
+
+# Broken connections
+
+
+async def kill_parked(raw: Any, subscription: RedisSubscription) -> None:
+    await raw.execute_command("CLIENT", "KILL", "ID", subscription._parker_id)
+
+
+async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.1)
+        await kill_parked(raw, subscription)
+        with pytest.raises(SubscriptionLost) as caught:
+            await receiving
+        assert caught.value.queue == name
+        assert isinstance(caught.value.cause, exceptions.ConnectionError)
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name)) as again:
+        assert len(await take(again)) == 1
+
+
+async def test_a_service_outlives_its_killed_connection(
+    raw: Any, redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[RedisSubscription] = []
+    got: asyncio.Queue[int] = asyncio.Queue()
+    opening = RedisSubscription.open
+
+    async def note(subscription: RedisSubscription) -> None:
+        await opening(subscription)
+        opened.append(subscription)
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.put_nowait(number)
+
+    monkeypatch.setattr(RedisSubscription, "open", note)
+    service = QueueService(Settings(type="redis", mode="list", url=redis_url))
+    service.register(handle)
+    async with service, asyncio.timeout(10):
+        await service.send(name, 1)
+        assert await got.get() == 1
+        await kill_parked(raw, opened[0])
+        await service.send(name, 2)
+        assert await got.get() == 2
+    assert len(opened) == 2
+
+
+async def test_an_address_where_nobody_listens_is_unavailable() -> None:
+    backend = RedisListBackend("redis://127.0.0.1:1/0")
+    with pytest.raises(BackendUnavailable) as caught:
+        await backend.start()
+    assert isinstance(caught.value.cause, exceptions.ConnectionError)
+    with pytest.raises(BackendUnavailable, match="start the backend"):
+        await backend.ping()
+    await backend.aclose()
+
+
+async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    backend = RedisListBackend(f"redis://127.0.0.1:{port}/0", timeout=0.2)
+    with pytest.raises(BackendUnavailable) as caught:
+        await backend.start()
+    assert caught.value.cause is not None
+    server.close()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (exceptions.ConnectionError("reset"), BackendUnavailable),
+        (exceptions.TimeoutError("slow"), BackendUnavailable),
+        (exceptions.AuthenticationError("WRONGPASS"), BackendUnavailable),
+        (exceptions.BusyLoadingError("LOADING"), BackendUnavailable),
+        (exceptions.ReadOnlyError("READONLY You can't write"), BackendUnavailable),
+        (exceptions.ResponseError("MISCONF Redis is configured to save"), BackendUnavailable),
+        (exceptions.ResponseError("UNBLOCKED force unblock"), BackendUnavailable),
+        (exceptions.OutOfMemoryError("command not allowed"), QueueFull),
+        (exceptions.ResponseError("OOM command not allowed"), QueueFull),
+        (exceptions.ResponseError("WRONGTYPE Operation against"), ConfigError),
+        (exceptions.NoPermissionError("this user has no permissions"), ConfigError),
+        (exceptions.ResponseError("ERR unknown command 'BLMOVE'"), ConfigError),
+        (exceptions.DataError("no"), QueueError),
+        (ConnectionResetError("reset"), BackendUnavailable),
+    ],
+)
+async def test_errors_of_the_driver_become_ours_with_their_cause(
+    error: Exception, kind: type[QueueError]
+) -> None:
+    with pytest.raises(QueueError) as caught:
+        async with translated("publish", "orders"):
+            raise error
+    assert type(caught.value) is kind
+    assert caught.value.cause is error
+    assert (caught.value.backend, caught.value.operation) == ("redis", "publish")
+    assert caught.value.queue == "orders"
+    assert type(error_of(error, "ack")) is kind
+
+
+async def test_a_key_of_another_kind_is_refused(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await raw.set(name, "a string")
+    await backend.declare(QueueSpec(name=name))
+    with pytest.raises(ConfigError, match="no list"):
+        await backend.publish(name, [Envelope("a", b"x")])
+
+
+async def test_what_was_not_declared_is_not_found(backend: RedisListBackend, name: str) -> None:
+    for call in (
+        backend.publish(name, [Envelope("a", b"x")]),
+        backend.declare(QueueSpec(name=name, passive=True)),
+        backend.stats(name),
+        backend.peek(name, 1),
+        backend.purge(name),
+        backend.remove(name, ["a"]),
+        backend.delete(name),
+    ):
+        with pytest.raises(QueueNotFound):
+            await call
+    with pytest.raises(QueueNotFound):
+        async with backend.subscribe(spec(name)):
+            pass
+
+
+async def test_a_queue_is_no_topic(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.declare(QueueSpec(name=name, passive=True))
+    with pytest.raises(ConfigError, match="topic"):
+        await backend.declare(QueueSpec(name=name, broadcast=True))
+
+
+async def test_a_deleted_queue_leaves_nothing_and_ends_its_subscriptions(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        await backend.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
+        await take(subscription)
+        await backend.delete(name)
+        with pytest.raises(SubscriptionLost, match="deleted"):
+            await take(subscription)
+    assert [key async for key in raw.scan_iter(f"*{name}*", count=1000)] == []
+    assert name not in await backend.queues()
+
+
+async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        await subscription.ack(delivery)
+        with pytest.raises(MessageNotFound):
+            await subscription.extend(delivery, 1.0)
+
+
+# Limits
+
+
+async def test_a_full_dead_letter_queue_tells_what_it_dropped(
+    backend: RedisListBackend, name: str
+) -> None:
+    dropped: list[DeadLetter] = []
+    backend.on_dropped_letter(dropped.append)
+    await backend.declare(QueueSpec(name=name, max_depth=2, drop_oldest=True))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abcd"])
+    assert [letter.message_id for letter in dropped] == ["a", "b"]
+    assert [envelope.id for envelope in await backend.peek(name, 10)] == ["c", "d"]
+
+
+async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    later = SystemClock().time() + 60
+    messages = [
+        Envelope("a", b"1"),
+        Envelope("b c", b"2"),
+        Envelope("a", b"3"),
+        Envelope("a", b"4"),
+    ]
+    await backend.publish(name, [*messages, Envelope("late", b"5", not_before=later)])
+    assert await backend.remove(name, ["a", "a", "b c", "late", "unknown"]) == 4
+    assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
+
+
+async def test_replicas_that_are_not_there_are_refused_at_start(redis_url: str) -> None:
+    backend = RedisListBackend(redis_url, replicas=2)
+    with pytest.raises(ConfigError, match="replicas=2"):
+        await backend.start()
+
+
+async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    backend._replicas = 2
+    backend._link.address.timeout = 0.2
+    with pytest.raises(SendTimeout, match="0 of 1 replicas"):
+        await backend.publish(name, [Envelope("a", b"x")])
+    assert (await backend.stats(name)).depth == 1
+
+
+async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, *(b"%d" % number for number in range(2_500)))
+    assert (await backend.stats(name)).depth == 2_500
+    got: list[int] = []
+    async with backend.subscribe(spec(name, prefetch=1_000)) as subscription:
+        while len(got) < 2_500:
+            found = await take(subscription, 1)
+            found += await subscription.receive(999) if len(got) < 2_499 else []
+            await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+            got += [int(delivery.envelope.body) for delivery in found]
+    assert got == list(range(2_500))
+
+
+# Opening
+
+
+def test_it_offers_the_whole_boundary() -> None:
+    backend = RedisListBackend("redis://localhost/")
+    for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
+        assert isinstance(backend, protocol)
+    assert len(scripts.SEND.sha) == 40
+
+
+def test_settings_choose_it() -> None:
+    settings = Settings(type="redis", mode="list", url="redis://localhost/")
+    assert isinstance(open_backend(settings, SystemClock()), RedisListBackend)
+
+
+def test_modes_that_are_not_there_yet_are_refused_with_a_word() -> None:
+    for options in ({"mode": "pubsub"}, {"mode": "list", "reliable": False}):
+        settings = Settings(type="redis", url="redis://localhost/", **options)
+        with pytest.raises(ConfigError, match="not carry"):
+            open_backend(settings, SystemClock())
+
+
+def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [item for item in sys.modules if item.startswith("qkit.backends.redis")]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in [item for item in sys.modules if item.partition(".")[0] == "redis"]:
+        monkeypatch.setitem(sys.modules, module, None)
+    settings = Settings(type="redis", mode="list", url="redis://localhost/")
+    with pytest.raises(ConfigError, match=r"pip install 'qkit\[redis\]'"):
+        open_backend(settings, SystemClock())
