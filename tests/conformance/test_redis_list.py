@@ -1,0 +1,28 @@
+"""Redis lists keep the contract, on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import ClassVar
+
+import pytest_asyncio
+
+from qkit.backends.redis_list import RedisListBackend
+from qkit.clock import Clock
+from qkit.config import SettingsValues
+from qkit.conformance import MATRIX, Conformance, NewBackend
+
+
+class TestRedisList(Conformance):
+    column = MATRIX["redis-list"]
+    settings: ClassVar[SettingsValues] = {
+        "type": "redis",
+        "mode": "list",
+        "url": "redis://localhost/",  # unused: the backends are given
+    }
+
+    @pytest_asyncio.fixture
+    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, clock: Clock, redis_url: str
+    ) -> AsyncGenerator[NewBackend, None]:
+        yield lambda: RedisListBackend(redis_url, clock=clock)
