@@ -31,6 +31,7 @@ __all__ = ["RedisListBackend"]
 QUEUES: Final = "qkit:queues"  # the names of all queues; no channel's name can hold a colon
 BATCH: Final = 500  # messages in one call of the send script
 FULL: Final = -2
+ASIDE: Final = -1  # not by the short way
 
 
 class RedisListBackend:
@@ -153,6 +154,20 @@ class RedisListBackend:
         return results  # type: ignore[return-value]  # no error among them
 
     async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
+        async with translated("publish", queue):
+            first = ASIDE
+            if all(_is_plain(item) for item in envelopes):
+                frames = [frame.encode(item) for item in envelopes]
+                first = await self._confirmed(scripts.PLAIN, queue, frames)
+                if first is None:
+                    raise _not_found(queue, "publish")
+            if first != ASIDE:
+                return [Sent(item.id, first + at) for at, item in enumerate(envelopes)]
+            return await self._send_aside(queue, envelopes)
+
+    async def _send_aside(
+        self, queue: str, envelopes: Sequence[Envelope]
+    ) -> list[Sent | QueueError]:
         arguments: list[str | int | bytes] = []
         # In a queue of dead letters the header is a fact like the others.
         topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
@@ -162,10 +177,8 @@ class RedisListBackend:
                 headers = {name: item.headers[name] for name in item.headers if name != GROUP}
                 item = replace(item, headers=headers)
             priority = "" if item.priority is None else item.priority
-            due = frame.milliseconds(item.not_before)
-            arguments += (group, priority, due, frame.encode(item))
-        async with translated("publish", queue):
-            answer = await self._confirmed(queue, arguments)
+            arguments += (group, priority, frame.milliseconds(item.not_before), frame.encode(item))
+        answer = await self._confirmed(scripts.SEND, queue, arguments)
         if answer is None:
             raise _not_found(queue, "publish")
         positions, evicted = answer
@@ -178,15 +191,15 @@ class RedisListBackend:
             for item, position in zip(envelopes, positions, strict=True)
         ]
 
-    async def _confirmed(self, queue: str, arguments: Sequence[str | int | bytes]) -> Any:
+    async def _confirmed(self, script: Script, queue: str, arguments: Sequence[Any]) -> Any:
         place = Place.of(queue)
         if self._replicas == 1:
-            return await self._run(scripts.SEND, place, *arguments)
+            return await self._run(script, place, *arguments)
         wait = self._link.address.timeout / 2
         answer, copies = await self._link.run_and_wait(
-            scripts.SEND, place.keys, [place.base, *arguments], self._replicas - 1, wait
+            script, place.keys, [place.base, *arguments], self._replicas - 1, wait
         )
-        if answer is not None and copies < self._replicas - 1:
+        if answer not in (None, ASIDE) and copies < self._replicas - 1:
             raise SendTimeout(
                 f"Redis has the messages, but only {copies} of {self._replicas - 1} replicas "
                 f"confirmed them within {wait:g} s: they may be lost if it fails now",
@@ -348,6 +361,14 @@ class RedisListBackend:
         letter = DeadLetter.from_envelope(frame.decode(content)[0], channel=queue)
         for callback in self._drop_callbacks:
             callback(letter)
+
+
+def _is_plain(envelope: Envelope) -> bool:
+    return (
+        envelope.priority in (None, 5)
+        and envelope.not_before is None
+        and GROUP not in envelope.headers
+    )
 
 
 def _not_found(queue: str, operation: str) -> QueueNotFound:

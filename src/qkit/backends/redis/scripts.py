@@ -26,8 +26,22 @@ from __future__ import annotations
 from hashlib import sha1
 from typing import Final
 
-__all__ = ["ACK", "CLAIM", "DECLARE", "DELETE", "EXTEND", "PEEK", "PURGE", "RELEASE", "REMOVE"]
-__all__ += ["SEND", "STATS", "TIDY", "Script"]
+__all__ = [
+    "ACK",
+    "CLAIM",
+    "DECLARE",
+    "DELETE",
+    "EXTEND",
+    "PEEK",
+    "PLAIN",
+    "PURGE",
+    "RELEASE",
+    "REMOVE",
+    "SEND",
+    "STATS",
+    "TIDY",
+    "Script",
+]
 
 
 class Script:
@@ -35,8 +49,8 @@ class Script:
 
     __slots__ = ("sha", "source")
 
-    def __init__(self, source: str) -> None:
-        self.source = _LIBRARY + source
+    def __init__(self, source: str, library: str | None = None) -> None:
+        self.source = (_LIBRARY if library is None else library) + source
         self.sha = sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -51,17 +65,21 @@ end
 
 local function declared()
   local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_deliveries',
-                       'max_priority')
+                       'max_priority', 'levels')
   if not c[1] then return nil end
-  return {kind = c[1], max_depth = tonumber(c[2] or ''), drop_oldest = c[3] == '1',
-          max_deliveries = tonumber(c[4] or ''), top = tonumber(c[5] or '') or 9}
+  local config = {kind = c[1], max_depth = tonumber(c[2] or ''), drop_oldest = c[3] == '1',
+                  max_deliveries = tonumber(c[4] or ''), top = tonumber(c[5] or '') or 9,
+                  levels = {}, used = {}}
+  for p in string.gmatch(c[6] or '', '%d+') do
+    config.levels[#config.levels + 1] = tonumber(p)
+    config.used[tonumber(p)] = true
+  end
+  return config
 end
 
 local function queue(config, base, ingress)
-  local q = {ingress = ingress, arrived = base .. ':in', due = base .. ':due', top = config.top,
-             lease = base .. ':lease', msg = base .. ':msg', ready = {}}
-  for p = 0, q.top do q.ready[p] = base .. ':p' .. p end
-  return q
+  return {ingress = ingress, arrived = base .. ':in', ready = base .. ':p', due = base .. ':due',
+          lease = base .. ':lease', msg = base .. ':msg', config = config, levels = config.levels}
 end
 
 local function head(f)
@@ -72,12 +90,22 @@ local function head(f)
   return id, p, tonumber(at), tonumber(n)
 end
 
+-- Most queues use one priority: the declaration notes which, so that nobody looks into the others.
 local function level(q, p)
-  return math.max(0, math.min(tonumber(p) or 5, q.top))
+  local config = q.config
+  p = math.max(0, math.min(tonumber(p) or 5, config.top))
+  if not config.used[p] then
+    config.used[p] = true
+    table.insert(config.levels, p)
+    table.sort(config.levels)
+    redis.call('HSET', KEYS[1], 'levels', table.concat(config.levels, ','))
+  end
+  return p
 end
 
 -- Tokens are of one length, so that equal times sort by them.
-local function token() return string.format('%012.0f', redis.call('HINCRBY', KEYS[1], 'seq', 1)) end
+local function name(number) return string.format('%012.0f', number) end
+local function token() return name(redis.call('HINCRBY', KEYS[1], 'seq', 1)) end
 
 local function schedule(q, f, at)
   local tok = token()
@@ -86,30 +114,40 @@ local function schedule(q, f, at)
 end
 
 -- From the ingress list to its place. What another program wrote gets an id here, for good.
-local function file(q, f, t)
-  local id, p, at = head(f)
-  if not id then f = string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f end
-  if at > t then schedule(q, f, at) else redis.call('RPUSH', q.ready[level(q, p)], f) end
+local function file(q, fs, t)
+  local batches = {}
+  for _, f in ipairs(fs) do
+    local id, p, at = head(f)
+    if not id then f = string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f end
+    if at > t then
+      schedule(q, f, at)
+    else
+      p = level(q, p)
+      local batch = batches[p] or {}
+      batch[#batch + 1], batches[p] = f, batch
+    end
+  end
+  for p, batch in pairs(batches) do redis.call('RPUSH', q.ready .. p, unpack(batch)) end
 end
 
 local function tidy(q, t)
   for _, list in ipairs({q.arrived, q.ingress}) do
     local fs = redis.call('LPOP', list, CHUNK)
-    if fs then for _, f in ipairs(fs) do file(q, f, t) end end
+    if fs then file(q, fs, t) end
   end
 end
 
 local function wake(q)
   if redis.call('LLEN', q.ingress) > 0 then return end
-  for p = 0, q.top do
-    local f = redis.call('RPOP', q.ready[p])
+  for _, p in ipairs(q.levels) do
+    local f = redis.call('RPOP', q.ready .. p)
     if f then redis.call('RPUSH', q.ingress, f) return end
   end
 end
 
 local function back(q, f, n)
   local _, p = head(f)
-  redis.call(n > 0 and 'LPUSH' or 'RPUSH', q.ready[level(q, p)], f)
+  redis.call(n > 0 and 'LPUSH' or 'RPUSH', q.ready .. level(q, p), f)
 end
 
 local function promote(q, t)
@@ -180,8 +218,8 @@ local t = clock()
 local function open(q)
   tidy(q, t)
   q.counts, q.ahead = {}, 0
-  for p = 0, q.top do
-    q.counts[p] = redis.call('LLEN', q.ready[p])
+  for _, p in ipairs(q.levels) do
+    q.counts[p] = redis.call('LLEN', q.ready .. p)
     q.ahead = q.ahead + q.counts[p]
   end
   q.unfiled = redis.call('LLEN', q.ingress)
@@ -191,8 +229,8 @@ end
 
 local evicted = {}
 local function evict(q)
-  for p = 0, q.top do
-    local f = redis.call('LPOP', q.ready[p])
+  for _, p in ipairs(q.levels) do
+    local f = redis.call('LPOP', q.ready .. p)
     if f then
       q.counts[p], q.ahead, q.total = q.counts[p] - 1, q.ahead - 1, q.total - 1
       evicted[#evicted + 1] = f
@@ -218,9 +256,11 @@ local function put(q, p, at, f)
     return -1
   end
   local position = q.unfiled
-  for above = p, q.top do position = position + q.counts[above] end
-  redis.call('RPUSH', q.ready[p], f)
-  q.counts[p], q.ahead = q.counts[p] + 1, q.ahead + 1
+  for _, level in ipairs(q.levels) do
+    if level >= p then position = position + (q.counts[level] or 0) end
+  end
+  redis.call('RPUSH', q.ready .. p, f)
+  q.counts[p], q.ahead = (q.counts[p] or 0) + 1, q.ahead + 1
   return position
 end
 
@@ -261,6 +301,27 @@ for _, q in ipairs(all) do wake(q) end
 return {results, evicted}
 """)
 
+# The short way of messages without priority or delay, in a queue that never saw another priority.
+# Nothing is filed: what stands in the ingress list wakes whoever waits there. Every call inside a
+# script costs as much as half a dozen lines of it, so this one has no library and asks for no time.
+# ARGV: base, then frames. Returns the first one's position; -1: it takes the long way, by SEND.
+PLAIN: Final = Script(
+    r"""
+local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'levels')
+if not c[1] then return false end
+if c[1] ~= 'queue' or (c[3] and c[3] ~= '5') then return -1 end
+local base, count = ARGV[1], #ARGV - 1
+local ahead = redis.call('LLEN', base .. ':p5') + redis.call('LLEN', base .. ':in')
+if c[2] then
+  local total = ahead + redis.call('LLEN', KEYS[2]) + redis.call('ZCARD', base .. ':due')
+                + redis.call('ZCARD', base .. ':lease')
+  if total + count > tonumber(c[2]) then return -1 end
+end
+return ahead + redis.call('RPUSH', KEYS[2], unpack(ARGV, 2)) - count
+""",
+    library="",
+)
+
 # ARGV: base, how many, lease in ms. Returns the time now, ms to whatever is due next (-1: nothing),
 # then tokens and frames; false if there is no such queue.
 CLAIM: Final = Script(r"""
@@ -270,21 +331,20 @@ local q, t, want = queue(config, ARGV[1], KEYS[2]), clock(), tonumber(ARGV[2])
 expire(q, t, config.max_deliveries)
 promote(q, t)
 tidy(q, t)
-local out, leases = {}, {}
-local till = t + tonumber(ARGV[3])
-for p = q.top, 0, -1 do
-  if want <= 0 then break end
-  local fs = redis.call('LPOP', q.ready[p], want)
-  if fs then
-    want = want - #fs
-    for _, f in ipairs(fs) do
-      local tok = token()
-      out[#out + 1], out[#out + 2] = tok, f
-      leases[#leases + 1], leases[#leases + 2] = till, tok
-    end
-  end
+local taken = {}
+for i = #q.levels, 1, -1 do
+  if #taken >= want then break end
+  local fs = redis.call('LPOP', q.ready .. q.levels[i], want - #taken)
+  if fs then for _, f in ipairs(fs) do taken[#taken + 1] = f end end
 end
-if #out > 0 then
+local out, leases = {}, {}
+if #taken > 0 then
+  local till, last = t + tonumber(ARGV[3]), redis.call('HINCRBY', KEYS[1], 'seq', #taken)
+  for i, f in ipairs(taken) do
+    local tok = name(last - #taken + i)
+    out[2 * i - 1], out[2 * i] = tok, f
+    leases[2 * i - 1], leases[2 * i] = till, tok
+  end
   redis.call('HSET', q.msg, unpack(out))
   redis.call('ZADD', q.lease, unpack(leases))
 end
@@ -302,10 +362,16 @@ return {t, nearest, out}
 
 # ARGV: base, tokens. Returns 1 for each that was held, else 0.
 ACK: Final = Script(r"""
-local lease, msg, done = ARGV[1] .. ':lease', ARGV[1] .. ':msg', {}
-for i = 2, #ARGV do
-  done[i - 1] = redis.call('ZREM', lease, ARGV[i])
-  if done[i - 1] == 1 then redis.call('HDEL', msg, ARGV[i]) end
+local lease, done, held, seen = ARGV[1] .. ':lease', {}, {}, {}
+for i, score in ipairs(redis.call('ZMSCORE', lease, unpack(ARGV, 2))) do
+  local tok = ARGV[i + 1]
+  done[i] = (score and not seen[tok]) and 1 or 0
+  seen[tok] = true
+  if done[i] == 1 then held[#held + 1] = tok end
+end
+if #held > 0 then
+  redis.call('ZREM', lease, unpack(held))
+  redis.call('HDEL', ARGV[1] .. ':msg', unpack(held))
 end
 return done
 """)
@@ -361,7 +427,7 @@ local t, ready, held, scheduled = clock(), 0, 0, 0
 for _, q in ipairs(parts(config)) do
   tidy(q, t)
   wake(q)
-  for p = 0, q.top do ready = ready + redis.call('LLEN', q.ready[p]) end
+  for _, p in ipairs(q.levels) do ready = ready + redis.call('LLEN', q.ready .. p) end
   ready = ready + redis.call('LLEN', q.ingress)
   held = held + redis.call('ZCARD', q.lease)
   scheduled = scheduled + redis.call('ZCARD', q.due)
@@ -385,8 +451,8 @@ end
 for _, q in ipairs(parts(config)) do
   tidy(q, t)
   wake(q)
-  for p = q.top, 0, -1 do
-    if left > 0 then add(q, redis.call('LRANGE', q.ready[p], 0, left - 1)) end
+  for i = #q.levels, 1, -1 do
+    if left > 0 then add(q, redis.call('LRANGE', q.ready .. q.levels[i], 0, left - 1)) end
   end
   if left > 0 then add(q, redis.call('LRANGE', q.ingress, 0, left - 1)) end
   if left > 0 then
@@ -406,9 +472,9 @@ for _, q in ipairs(parts(config)) do
     gone = gone + redis.call('LLEN', list)
     redis.call('UNLINK', list)
   end
-  for p = 0, q.top do
-    gone = gone + redis.call('LLEN', q.ready[p])
-    redis.call('UNLINK', q.ready[p])
+  for _, p in ipairs(q.levels) do
+    gone = gone + redis.call('LLEN', q.ready .. p)
+    redis.call('UNLINK', q.ready .. p)
   end
   while true do
     local toks = redis.call('ZRANGE', q.due, 0, CHUNK - 1)
@@ -437,7 +503,7 @@ end
 for _, q in ipairs(parts(config)) do
   tidy(q, t)
   local lists = {}
-  for p = q.top, 0, -1 do lists[#lists + 1] = q.ready[p] end
+  for i = #q.levels, 1, -1 do lists[#lists + 1] = q.ready .. q.levels[i] end
   lists[#lists + 1] = q.ingress
   for _, list in ipairs(lists) do
     local at = 0
@@ -470,7 +536,7 @@ local config = declared()
 if not config then return false end
 for _, q in ipairs(parts(config)) do
   redis.call('UNLINK', q.arrived, q.ingress, q.due, q.lease, q.msg)
-  for p = 0, q.top do redis.call('UNLINK', q.ready[p]) end
+  for _, p in ipairs(q.levels) do redis.call('UNLINK', q.ready .. p) end
 end
 redis.call('UNLINK', KEYS[1], KEYS[2], ARGV[1] .. ':groups')
 return 1
