@@ -87,11 +87,6 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
             "type 'redis' with mode='pubsub': this version of qkit does not carry that backend "
             "yet; set mode='list'"
         )
-    if not settings.reliable:
-        raise ConfigError(
-            "type 'redis' with reliable=false: this version of qkit does not carry that backend "
-            "yet; leave reliable out"
-        )
     try:
         from qkit.backends.redis_list import RedisListBackend
     except ModuleNotFoundError as error:
@@ -109,6 +104,7 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
         clock=clock,
         ack_deadline=settings.ack_deadline,
         replicas=settings.replicas,
+        reliable=settings.reliable,
         timeout=settings.send_timeout,
         tls_ca_file=ca_file,
         tls_cert_file=cert_file,

@@ -37,6 +37,7 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
     SubscriptionLost,
+    Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Reason, new_id
 from qkit.opening import open_backend
@@ -256,6 +257,66 @@ async def test_a_forgotten_script_is_told_again(
     await raw.script_flush()
     await backend.publish(name, [Envelope("a", b"x")])
     assert (await backend.stats(name)).depth == 1
+
+
+# Without leases
+
+
+@pytest_asyncio.fixture
+async def unreliable(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend]:
+    backend = RedisListBackend(redis_url, reliable=False)
+    await backend.start()
+    yield backend
+    await backend.aclose()
+
+
+async def test_without_leases_a_message_is_gone_once_it_is_taken(
+    unreliable: RedisListBackend, raw: Any, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    await raw.rpush(name, b"foreign")
+    async with unreliable.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert (delivery.envelope.body, delivery.lease) == (b"foreign", None)
+        stats = await unreliable.stats(name)
+        assert (stats.depth, stats.in_flight) == (0, 0)
+        with pytest.raises(Unsupported):
+            await subscription.extend(delivery, 1.0)
+    assert (await unreliable.stats(name)).depth == 0
+
+
+async def test_without_leases_what_nobody_saw_goes_back(
+    unreliable: RedisListBackend, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    sent = [str(number) for number in range(30)]
+    got: list[str] = []
+    async with unreliable.subscribe(spec(name, prefetch=100)) as subscription:
+        for id in sent:
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await unreliable.publish(name, [Envelope(id, b"x")])
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                got += [delivery.envelope.id for delivery in await receiving]
+        async with asyncio.timeout(10):
+            while len(got) < len(sent):
+                got += [delivery.envelope.id for delivery in await subscription.receive(30)]
+    assert sorted(got) == sorted(sent)
+
+
+async def test_without_leases_a_released_message_comes_again(
+    unreliable: RedisListBackend, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    await unreliable.publish(name, [Envelope("a", b"x")])
+    async with unreliable.subscribe(spec(name)) as subscription:
+        (first,) = await take(subscription)
+        await subscription.release(first, 5.0)
+        (second,) = await take(subscription)
+        assert second.envelope.attempt == 2
+        await subscription.ack(second)
+        with pytest.raises(MessageNotFound):
+            await subscription.ack(second)
 
 
 # Broken connections
@@ -501,11 +562,15 @@ def test_settings_choose_it() -> None:
     assert isinstance(open_backend(settings, SystemClock()), RedisListBackend)
 
 
-def test_modes_that_are_not_there_yet_are_refused_with_a_word() -> None:
-    for options in ({"mode": "pubsub"}, {"mode": "list", "reliable": False}):
-        settings = Settings(type="redis", url="redis://localhost/", **options)
-        with pytest.raises(ConfigError, match="not carry"):
-            open_backend(settings, SystemClock())
+def test_settings_choose_it_without_leases() -> None:
+    settings = Settings(type="redis", mode="list", reliable=False, url="redis://localhost/")
+    assert not open_backend(settings, SystemClock()).capabilities.lease
+
+
+def test_a_mode_that_is_not_there_yet_is_refused_with_a_word() -> None:
+    settings = Settings(type="redis", mode="pubsub", url="redis://localhost/")
+    with pytest.raises(ConfigError, match="not carry"):
+        open_backend(settings, SystemClock())
 
 
 def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,3 +26,14 @@ class TestRedisList(Conformance):
         self, clock: Clock, redis_url: str
     ) -> AsyncGenerator[NewBackend, None]:
         yield lambda: RedisListBackend(redis_url, clock=clock)
+
+
+class TestRedisListUnreliable(Conformance):
+    column = MATRIX["redis-list-unreliable"]
+    settings: ClassVar[SettingsValues] = {**TestRedisList.settings, "reliable": False}
+
+    @pytest_asyncio.fixture
+    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, clock: Clock, redis_url: str
+    ) -> AsyncGenerator[NewBackend, None]:
+        yield lambda: RedisListBackend(redis_url, clock=clock, reliable=False)

@@ -14,6 +14,7 @@ from qkit.backends.redis.connection import BACKEND, Address, Link, translated
 from qkit.backends.redis.place import Place
 from qkit.backends.redis.scripts import Script
 from qkit.backends.redis.subscription import RedisSubscription
+from qkit.backends.redis.unreliable import UnreliableSubscription
 from qkit.clock import Clock, SystemClock
 from qkit.errors import (
     ConfigError,
@@ -38,6 +39,7 @@ class RedisListBackend:
     """The whole boundary on Redis 6.2 or later, or Valkey.
 
     ``replicas`` counts the server itself: with 2 a send returns once one replica has it too.
+    Without ``reliable`` a message is gone from the server once a consumer has it: at most once.
 
     >>> backend = RedisListBackend("redis://localhost:6379/0")
     >>> backend.capabilities.supports("lease")
@@ -54,6 +56,7 @@ class RedisListBackend:
         clock: Clock | None = None,
         ack_deadline: float = 30.0,
         replicas: int = 1,
+        reliable: bool = True,
         timeout: float = 10.0,
         tls_ca_file: str | None = None,
         tls_cert_file: str | None = None,
@@ -61,6 +64,9 @@ class RedisListBackend:
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._ack_deadline = ack_deadline
+        self._reliable = reliable
+        if not reliable:
+            self.capabilities = MATRIX["redis-list-unreliable"]
         self._replicas = replicas
         self._link = Link(
             Address(
@@ -219,11 +225,12 @@ class RedisListBackend:
     ) -> AsyncGenerator[RedisSubscription, None]:
         async with translated("subscribe", spec.queue):
             place, max_deliveries = await self._join(spec)
-            subscription = RedisSubscription(
+            kind = RedisSubscription if self._reliable else UnreliableSubscription
+            subscription = kind(
                 self._link,
                 place,
                 spec,
-                lease=self._ack_deadline if spec.ack_deadline is None else spec.ack_deadline,
+                lease=self._lease(spec),
                 clock=self._clock,
                 bury=self._bury,
                 max_deliveries=max_deliveries,
@@ -242,6 +249,11 @@ class RedisListBackend:
             except asyncio.CancelledError:
                 await leaving  # what is held must go back, whoever is in a hurry
                 raise
+
+    def _lease(self, spec: SubscriptionSpec) -> float:
+        if not self._reliable:
+            return 0.0
+        return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
     async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""

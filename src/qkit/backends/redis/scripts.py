@@ -322,8 +322,8 @@ return ahead + redis.call('RPUSH', KEYS[2], unpack(ARGV, 2)) - count
     library="",
 )
 
-# ARGV: base, how many, lease in ms. Returns the time now, ms to whatever is due next (-1: nothing),
-# then tokens and frames; false if there is no such queue.
+# ARGV: base, how many, lease in ms (0: none, they are gone from here). Returns the time now, ms to
+# whatever is due next (-1: nothing), then tokens and frames; false if there is no such queue.
 CLAIM: Final = Script(r"""
 local config = declared()
 if not config then return false end
@@ -345,8 +345,10 @@ if #taken > 0 then
     out[2 * i - 1], out[2 * i] = tok, f
     leases[2 * i - 1], leases[2 * i] = till, tok
   end
-  redis.call('HSET', q.msg, unpack(out))
-  redis.call('ZADD', q.lease, unpack(leases))
+  if till > t then
+    redis.call('HSET', q.msg, unpack(out))
+    redis.call('ZADD', q.lease, unpack(leases))
+  end
 end
 wake(q)
 local nearest = -1
@@ -376,7 +378,8 @@ end
 return done
 """)
 
-# ARGV: base, then token, delay in ms and frame of each; a frame of '' is the one it had.
+# ARGV: base, then token, delay in ms and frame of each; a frame of '' is the one it had. What was
+# claimed without a lease has '' for its token.
 RELEASE: Final = Script(r"""
 local config = declared()
 local done = {}
@@ -384,7 +387,7 @@ if not config then return done end
 local q, t = queue(config, ARGV[1], KEYS[2]), clock()
 for i = 2, #ARGV, 3 do
   local tok, delay, f = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
-  local held = redis.call('ZREM', q.lease, tok)
+  local held = tok == '' and 1 or redis.call('ZREM', q.lease, tok)
   if held == 1 then
     if f == '' then f = redis.call('HGET', q.msg, tok) end
     redis.call('HDEL', q.msg, tok)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -152,7 +153,7 @@ class RedisSubscription:
     async def _claim(self, count: int) -> float:
         """Claim, bury what is dead; return how long to park if nothing came of it."""
         answer = await self._link.run(
-            scripts.CLAIM, self._place.keys, self._place.base, count, _ms(self._lease)
+            scripts.CLAIM, self._place.keys, self._place.base, count, round(self._lease * 1000)
         )
         if answer is None:
             raise SubscriptionLost(
@@ -162,7 +163,7 @@ class RedisSubscription:
                 queue=self._place.queue,
             )
         now, nearest, found = answer
-        ends = self._clock.monotonic() + self._lease
+        ends = self._clock.monotonic() + (self._lease or math.inf)
         dead: list[tuple[str, Envelope, bool]] = []
         for at in range(0, len(found), 2):
             token = found[at].decode()
@@ -173,15 +174,21 @@ class RedisSubscription:
                 continue
             envelope.attempt += 1
             self.held[token] = ends
-            self._claimed.append(Delivery(envelope, self._place.queue, token, self._lease))
+            self._claimed.append(self._delivery(envelope, token))
         if self._claimed:
-            self._renewals.wake()
+            self._keep()
             self._return_claimed()
         for token, envelope, spent in dead:
             await self._inter(token, envelope, spent, now / 1000)
         if dead:
             return 0.001  # there may be more behind them
         return SAFETY if nearest < 0 else min(SAFETY, nearest / 1000)
+
+    def _delivery(self, envelope: Envelope, token: str) -> Delivery:
+        return Delivery(envelope, self._place.queue, token, self._lease)
+
+    def _keep(self) -> None:
+        self._renewals.wake()
 
     async def _inter(self, token: str, envelope: Envelope, spent: bool, now: float) -> None:
         """A copy in the dead letters first, then the ack: a crash between them repeats it."""
@@ -235,14 +242,14 @@ class RedisSubscription:
         """Nobody waits for what was claimed: give it back."""
         if self._claimed and not self._receivers:
             claimed, self._claimed = self._claimed, []
-            tokens = [str(delivery.receipt) for delivery in claimed]
-            self._settled(tokens)
-            self._spawn(self._put_back(tokens), "qkit redis return")
+            self._settled([str(delivery.receipt) for delivery in claimed])
+            self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
-    async def _put_back(self, tokens: list[str]) -> None:
-        arguments: list[str | int] = []
-        for token in reversed(tokens):  # each goes to the front
-            arguments += [token, 0, ""]
+    def _returned(self, claimed: list[Delivery]) -> list[str | bytes | int]:
+        """What the script is told of deliveries that nobody saw."""
+        return _as_they_were([str(delivery.receipt) for delivery in claimed])
+
+    async def _put_back(self, arguments: list[str | bytes | int]) -> None:
         if not arguments:
             return
         try:
@@ -370,9 +377,7 @@ class RedisSubscription:
         try:
             await self.stop()
             self._return_claimed()
-            held = list(self.held)
-            self._settled(held)
-            await self._put_back(held)
+            await self._give_back()
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
@@ -384,6 +389,11 @@ class RedisSubscription:
                 with contextlib.suppress(exceptions.RedisError, OSError, EOFError):
                     await self._parker.aclose()
 
+    async def _give_back(self) -> None:
+        held = list(self.held)
+        self._settled(held)
+        await self._put_back(_as_they_were(held))
+
     def _spawn(self, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
@@ -392,3 +402,10 @@ class RedisSubscription:
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+def _as_they_were(tokens: list[str]) -> list[str | bytes | int]:
+    arguments: list[str | bytes | int] = []
+    for token in reversed(tokens):  # each goes to the front
+        arguments += [token, 0, ""]
+    return arguments
