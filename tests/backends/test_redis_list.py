@@ -213,6 +213,33 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
     assert (stats.depth, stats.in_flight, stats.scheduled) == (0, 0, 0)
 
 
+async def test_a_cancelled_send_leaves_no_answer_for_the_next(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    for number in range(50):
+        sending = asyncio.ensure_future(backend.publish(name, [Envelope(f"c{number}", b"x")]))
+        for _ in range(number % 10):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+        assert name in await backend.queues()
+    (sent,) = await backend.publish(name, [Envelope("last", b"x")])
+    stats = await backend.stats(name)
+    assert (sent.message_id, sent.position) == ("last", stats.depth - 1)
+
+
+async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name, prefetch=1, ack_deadline=0.2)) as subscription:
+        for attempt in (1, 2, 3):
+            assert (await take(subscription))[0].envelope.attempt == attempt
+
+
 async def test_every_parked_consumer_hears_of_a_batch(backend: RedisListBackend, name: str) -> None:
     """One message wakes one consumer; each that is woken wakes the next while there is work."""
     await backend.declare(QueueSpec(name=name))

@@ -224,16 +224,17 @@ class RedisSubscription:
             await self._pass_on()  # the receive was cancelled, and another may be waiting
 
     def _slots(self) -> int:
-        """How many more may be held; what the server has taken back by now takes no slot."""
+        """How many more may be held; what the server has long taken back takes no slot."""
         if len(self.held) >= self._prefetch:
-            now = self._clock.monotonic()
-            for token in [token for token, end in self.held.items() if end <= now]:
+            # A whole lease later: while the loop was blocked the thread may have renewed it.
+            past = self._clock.monotonic() - self._lease
+            for token in [token for token, end in self.held.items() if end <= past]:
                 del self.held[token]
         return self._prefetch - len(self.held)
 
     async def _wait_for_slot(self) -> None:
         self._free.clear()
-        first = min(self.held.values()) - self._clock.monotonic()
+        first = min(self.held.values()) + self._lease - self._clock.monotonic()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.001, first)):
                 await self._free.wait()
