@@ -11,7 +11,7 @@ from qkit.errors import LogDamaged, StorageError
 from qkit.message import Envelope
 from qkit.native.actor import Manager, QueueActor
 from qkit.native.config import QueueConfig
-from qkit.native.journal import Arrival, Journal
+from qkit.native.journal import Journal
 from qkit.native.record import Publish
 from qkit.native.replay import Recovered
 from qkit.native.stored import Stored, Waiting
@@ -91,23 +91,24 @@ class DurableActor(QueueActor):
         for message in self.state.held():
             self.journal.release(self.number, message, None, None)
 
-    def admit(self, now: float, arrival: Arrival, seq: int) -> int | None:
+    def admit(
+        self,
+        now: float,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+        seq: int,
+    ) -> int | None:
         """A message that was on its way to the disk has arrived."""
         if self.gone:
             self.journal.index.forget(seq)
             return None
-        body = self.journal.keep(arrival.body)
-        return self.put(
-            now,
-            arrival.id,
-            body,
-            arrival.headers,
-            arrival.key,
-            arrival.priority,
-            arrival.due,
-            arrival.expires,
-            seq,
-        )
+        kept = self.journal.keep(body)
+        return self.put(now, id, kept, headers, key, priority, due, expires, seq)
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None

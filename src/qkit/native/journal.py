@@ -97,7 +97,7 @@ class _Batch:
                 for actor in arrival.actors:
                     actor.state.unreserve()
                     journal.index.add(seq, places[at])
-                    ahead = actor.admit(now, arrival, seq)
+                    ahead = actor.admit(now, *arrival[:7], seq)
                     seq += 1
                 at += 1
             answers.append(ahead if len(arrival.actors) == 1 else None)
@@ -142,17 +142,12 @@ class _Together:
                     future.set_exception(error)
             return
         segment, offset = position
-        now, add, keep = journal.clock.monotonic(), journal.index.add, journal.keep
+        now, add = journal.clock.monotonic(), journal.index.add
         for content, waiting in zip(self.contents, self.waiting, strict=True):
             actor, id, body, headers, key, priority, due, expires, future = waiting
             actor.state.unreserve()
             add(seq, (segment, offset))
-            ahead = None
-            if actor.gone:
-                journal.index.forget(seq)
-            else:
-                kept = keep(body)
-                ahead = actor.put(now, id, kept, headers, key, priority, due, expires, seq)
+            ahead = actor.admit(now, id, body, headers, key, priority, due, expires, seq)
             if not future.done():
                 future.set_result(ahead)
             seq += 1
