@@ -24,6 +24,7 @@ ORDER = [
     ["registry"],
     ["routes", "executor"],
     ["intake", "settlement"],
+    ["acknowledger"],
     ["session"],
     ["consumer", "outgoing", "sending", "dead_letters", "signals", "opening"],
     ["producer"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qkit.backend import (
+        AckMany,
         Admin,
         Backend,
         Capabilities,
@@ -80,6 +81,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AckDeadlineExceeded",
+    "AckMany",
     "Admin",
     "Backend",
     "BackendUnavailable",
@@ -166,6 +168,7 @@ __all__ = [
 # program that may not need it, costs next to nothing.
 _HOMES = {
     "qkit.backend": (
+        "AckMany",
         "Admin",
         "Backend",
         "Capabilities",

@@ -12,9 +12,11 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Literal, Protocol, runtime_checkable
 
+from qkit.errors import QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = [
+    "AckMany",
     "Admin",
     "Backend",
     "Balance",
@@ -173,6 +175,18 @@ class Subscription(Protocol):
 
     async def stop(self) -> None:
         """Fetch no more; what was delivered can still be settled."""
+        ...
+
+
+@runtime_checkable
+class AckMany(Protocol):
+    """A subscription that acknowledges several deliveries for the price of one.
+
+    Worth having where an ack is a round trip: handlers then go on while their acks are under way.
+    """
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """Acknowledge all of them; an error in the place of each that could not be."""
         ...
 
 

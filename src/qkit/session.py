@@ -6,7 +6,8 @@ import asyncio
 import contextvars
 from typing import TYPE_CHECKING
 
-from qkit.backend import Subscription
+from qkit.acknowledger import Acknowledger
+from qkit.backend import AckMany, Subscription
 from qkit.deadlines import Scope
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 from qkit.executor import ABANDON, DONE, Job, Outcome, Pause
@@ -20,6 +21,7 @@ __all__ = ["Session"]
 
 RENEWALS_PER_LEASE = 3
 FETCHES_PER_TURN = 5
+ACKS_PER_TURN = 20
 
 
 class Session:
@@ -47,6 +49,12 @@ class Session:
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
         self._abandoned = self._loop.create_future()
+        self._acknowledger: Acknowledger | None = None
+        if isinstance(subscription, AckMany):
+            self._acknowledger = Acknowledger(subscription, self._settlement, self._finish)
+        self._acks = 0
+        # An ack that comes back may free a lane: somebody must be there to take its next message.
+        self._self_service = self._acknowledger is None or not consumer.ordered
 
     @property
     def settling(self) -> bool:
@@ -65,6 +73,9 @@ class Session:
         async with asyncio.TaskGroup() as tasks:
             # First, so that its timer runs before a handler can block the loop.
             renewer = tasks.create_task(self._renew(), name=f"{name} leases")
+            acks = None
+            if self._acknowledger is not None:
+                acks = tasks.create_task(self._acknowledger.run(), name=f"{name} acks")
             context = contextvars.copy_context()
             for number in range(metadata.concurrency):
                 self._hire(tasks, f"{name} #{number}", context)
@@ -73,6 +84,9 @@ class Session:
                 self._intake.close()
                 while self._workers:
                     await asyncio.wait(self._workers)
+                if self._acknowledger is not None and acks is not None:
+                    self._acknowledger.close()
+                    await asyncio.wait([acks])
             except asyncio.CancelledError:
                 self._end()
                 raise
@@ -238,7 +252,7 @@ class Session:
         So a message takes one turn of the loop instead of two, and a long queue hardly any.
         """
         while (job := self._intake.pop()) is None and not self._intake.closed:
-            limit = self._wanted()
+            limit = self._wanted() if self._self_service else 0
             if limit <= 0:
                 await self._intake.park()
                 continue
@@ -321,6 +335,12 @@ class Session:
         if outcome is DONE:
             if self._consumer.probing:
                 self._consumer.recovered()
+            if self._acknowledger is not None and not self._acknowledger.closed:
+                self._acknowledger.add(job)
+                self._acks += 1
+                if not self._acks % ACKS_PER_TURN:
+                    await asyncio.sleep(0)  # handlers that never wait must not keep the loop
+                return
         elif isinstance(outcome, Pause):
             outcome = self._consumer.rest(outcome)
         await self._settlement.settle(self._subscription, job.delivery, outcome, self._over)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import assert_never
 
-from qkit.backend import Delivery, Subscription
+from qkit.backend import AckMany, Delivery, Subscription
 from qkit.clock import Clock
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, Signal
 from qkit.events import DeadLettered, Events, Retried
@@ -84,14 +84,36 @@ class Settlement:
             else:
                 async with asyncio.timeout(self._timeout):
                     await self._carry_out(subscription, delivery, outcome)
-        except AckDeadlineExceeded as error:
-            self._warn("settled too late: the lease is lost, it may run twice", delivery, error)
-        except MessageNotFound as error:
-            self._warn("nothing to settle: the message is gone", delivery, error)
         except (QueueError, TimeoutError) as error:
-            self._warn("could not be settled: it will be delivered again", delivery, error)
+            self._unsettled(delivery, error)
         else:
-            self.last_settle_at = self._connection.last_success_at = self._clock.time()
+            self._succeeded()
+
+    async def acknowledge(self, subscription: AckMany, deliveries: Sequence[Delivery]) -> None:
+        """Carry out ``Done`` for several at once; as ``settle`` for what cannot be."""
+        errors: Sequence[QueueError | None]
+        try:
+            errors = await subscription.ack_many(deliveries)
+        except QueueError as error:
+            errors = [error] * len(deliveries)
+        for delivery, problem in zip(deliveries, errors, strict=True):
+            if problem is not None:
+                self._unsettled(delivery, problem)
+        if not all(errors):
+            self._succeeded()
+
+    def _unsettled(self, delivery: Delivery, error: Exception) -> None:
+        match error:
+            case AckDeadlineExceeded():
+                text = "settled too late: the lease is lost, it may run twice"
+            case MessageNotFound():
+                text = "nothing to settle: the message is gone"
+            case _:
+                text = "could not be settled: it will be delivered again"
+        self._warn(text, delivery, error)
+
+    def _succeeded(self) -> None:
+        self.last_settle_at = self._connection.last_success_at = self._clock.time()
 
     async def _carry_out(
         self,

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields, replace
 
 from qkit.backend import Capabilities, Delivery, QueueSpec, SubscriptionSpec, Support
-from qkit.errors import MessageNotFound
+from qkit.errors import MessageNotFound, QueueError
 from qkit.message import Envelope, Sent
 
 __all__ = ["ScriptedBackend", "can"]
@@ -32,7 +32,13 @@ class ScriptedBackend:
     A call is recorded when it succeeds; a failed one as ``("failed", operation)``.
     """
 
-    def __init__(self, capabilities: Capabilities | None = None, *, lease: float | None = None):
+    def __init__(
+        self,
+        capabilities: Capabilities | None = None,
+        *,
+        lease: float | None = None,
+        gathers_acks: bool = False,
+    ):
         self.name = "scripted"
         self.capabilities = capabilities if capabilities is not None else can()
         self.calls: list[Call] = []
@@ -41,6 +47,7 @@ class ScriptedBackend:
         self.held: dict[str, Envelope] = {}
         self.most_held = 0
         self._lease = lease
+        self._kind = GatheringSubscription if gathers_acks else ScriptedSubscription
         self._script: dict[str, deque[Step]] = {}
         self._arrived = asyncio.Event()
 
@@ -105,7 +112,7 @@ class ScriptedBackend:
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncIterator[ScriptedSubscription]:
         await self._step("subscribe")
         self.calls.append(("subscribe", spec.queue))
-        subscription = ScriptedSubscription(self, spec, self._lease)
+        subscription = self._kind(self, spec, self._lease)
         try:
             yield subscription
         finally:
@@ -179,3 +186,20 @@ class ScriptedSubscription:
     async def stop(self) -> None:
         await self._backend._step("stop")
         self._backend.calls.append(("stop", self._queue))
+
+
+class GatheringSubscription(ScriptedSubscription):
+    """One that takes several acks at once; ``("ack_many", ids…)`` is how they are recorded."""
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        await self._backend._step("ack_many")
+        results: list[QueueError | None] = []
+        for delivery in deliveries:
+            try:
+                self._settled(delivery)
+            except MessageNotFound as error:
+                results.append(error)
+            else:
+                results.append(None)
+        self._backend.calls.append(("ack_many", *(item.envelope.id for item in deliveries)))
+        return results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 from redis import exceptions
@@ -29,7 +29,7 @@ __all__ = ["RedisSubscription"]
 # a delay that is over, while whoever knew of it is busy. Retries may be a second late.
 SAFETY: Final = 1.0
 PATIENCE: Final = 10.0  # beyond the end of its wait a parked connection that says nothing is dead
-MOST: Final = 1_000  # messages in one claim
+MOST: Final = 1_000  # messages in one claim or acknowledgement
 
 
 Bury = Callable[[Place, DeadLetter], Awaitable[None]]
@@ -266,6 +266,25 @@ class RedisSubscription:
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message. All acks of a turn of the loop go together."""
         await self._settle("ack", delivery, self._acks.add(self._token(delivery, "ack")))
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """Remove several messages in one round trip."""
+        tokens = [self._token(delivery, "ack") for delivery in deliveries]
+        done: list[int] = []
+        for at in range(0, len(tokens), MOST):
+            done += await self._ack_all(*tokens[at : at + MOST])
+        return [
+            self._acknowledged(delivery, there)
+            for delivery, there in zip(deliveries, done, strict=True)
+        ]
+
+    def _acknowledged(self, delivery: Delivery, there: int) -> AckDeadlineExceeded | None:
+        token = str(delivery.receipt)
+        if not there:
+            return self._late(delivery, token, "ack")
+        delivery.receipt = None
+        self._settled([token])
+        return None
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True

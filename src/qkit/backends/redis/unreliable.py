@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from qkit.backend import Delivery
 from qkit.backends.redis import frame
 from qkit.backends.redis.connection import BACKEND
 from qkit.backends.redis.subscription import RedisSubscription
-from qkit.errors import Unsupported
+from qkit.errors import QueueError, Unsupported
 from qkit.message import Envelope
 
 __all__ = ["UnreliableSubscription"]
@@ -21,6 +23,12 @@ class UnreliableSubscription(RedisSubscription):
     async def ack(self, delivery: Delivery) -> None:
         """The work is done; the server knows nothing of it."""
         self._forget(delivery, "ack")
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """The work is done; the server knows nothing of it."""
+        for delivery in deliveries:
+            self._forget(delivery, "ack")
+        return [None] * len(deliveries)
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from qkit.backend import Delivery, SubscriptionSpec
@@ -206,6 +207,23 @@ class SocketSubscription:
         await self._settle(item, delivery)
         delivery.receipt = None
 
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """Remove several messages in one round trip."""
+        answers = [
+            self._begin(wire.Settling(wire.ACK, _receipt(delivery), 0.0, False, {}))
+            for delivery in deliveries
+        ]
+        await asyncio.wait(answers)
+        results: list[QueueError | None] = []
+        for delivery, answer in zip(deliveries, answers, strict=True):
+            error = answer.exception()
+            if error is None:
+                delivery.receipt = None
+            elif not isinstance(error, QueueError):
+                raise error
+            results.append(None if error is None else _about(error, delivery))
+        return results
+
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
@@ -221,18 +239,8 @@ class SocketSubscription:
     async def _settle(self, item: wire.Settling, delivery: Delivery) -> None:
         try:
             await self._begin(item)
-        except (AckDeadlineExceeded, MessageNotFound) as error:
-            error.located(queue=delivery.queue, message_id=delivery.envelope.id)
-            raise
-        except BackendUnavailable as error:
-            raise SubscriptionLost(
-                error.message,
-                backend="native",
-                operation="settle",
-                queue=delivery.queue,
-                message_id=delivery.envelope.id,
-                cause=error.cause,
-            ) from error.cause
+        except QueueError as error:
+            raise _about(error, delivery) from error.cause
 
     def _begin(self, item: wire.Settling) -> asyncio.Future[None]:
         """Settle with whatever else this turn of the loop settles."""
@@ -285,6 +293,21 @@ def _receipt(delivery: Delivery) -> int:
 def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> wire.Settling:
     headers = dict(delivery.envelope.headers)
     return wire.Settling(wire.RELEASE, _receipt(delivery), delay, count_attempt, headers)
+
+
+def _about(error: QueueError, delivery: Delivery) -> QueueError:
+    """The error of a settlement, told of its delivery; without the owner there is no claim."""
+    if not isinstance(error, BackendUnavailable):
+        error.located(queue=delivery.queue, message_id=delivery.envelope.id)
+        return error
+    return SubscriptionLost(
+        error.message,
+        backend="native",
+        operation="settle",
+        queue=delivery.queue,
+        message_id=delivery.envelope.id,
+        cause=error.cause,
+    )
 
 
 def _is_over(item: wire.Settling, error: QueueError | None) -> bool:
