@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,10 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case "down":
             brokers.down()
             return 0
+        case "guard":
+            guard(brokers)
+            return 0
         case "status":
             return status(brokers)
         case _:
             return urls(brokers)
+
+
+def guard(brokers: Brokers) -> None:
+    """Wait until nobody holds the other end of the input, then leave nothing behind."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's interrupt is for the one guarded
+    sys.stdin.read()
+    brokers.stop(grace=0)
+    shutil.rmtree(brokers_directory(), ignore_errors=True)
 
 
 def status(brokers: Brokers) -> int:
@@ -122,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "up": "start what does not run; returns when all are ready",
         "down": "end what `up` started and remove its data",
         "stop": "end the processes but keep data and ports, for tests of outages",
+        "guard": "wait for the end of the input, then kill all and remove the whole directory",
         "status": "show what runs; exit code 0 only if all do",
         "urls": "print QKIT_TEST_*_URL lines",
     }.items():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,12 +35,22 @@ class Status:
 
 
 class Brokers:
-    """The servers of one directory, all of them or the named ones."""
+    """The servers of one directory, all of them or the named ones.
 
-    def __init__(self, directory: Path, names: Sequence[str] = ()) -> None:
+    `settings` has further lines for the configuration of a server, by its name.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        names: Sequence[str] = (),
+        settings: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         self._state = StateFile(directory)
         self._servers: list[Server] = [
-            server(directory) for server in SERVERS if not names or server.name in names
+            server(directory, (settings or {}).get(server.name, ()))
+            for server in SERVERS
+            if not names or server.name in names
         ]
 
     def up(self) -> dict[str, str]:
@@ -76,6 +87,13 @@ class Brokers:
             for server in self._servers:
                 self._state.remove(server.name)
                 _remove_all_but(server.home, server.keep)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the recorded processes: SIGSTOP freezes a server, SIGCONT thaws it."""
+        recorded = self._state.load()
+        for server in self._servers:
+            for record in recorded[server.name].processes if server.name in recorded else ():
+                record.signal(number)
 
     def status(self) -> list[Status]:
         """What runs; a server counts only when it also answers."""

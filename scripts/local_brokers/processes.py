@@ -63,6 +63,8 @@ def spawn(
             start_new_session=True,
         )
     record = ProcessRecord.of(child.pid)
+    # It is meant to outlive this process: without this word Popen would warn of it.
+    child.returncode = 0
     if record is None:
         raise RuntimeError(f"{argv[0]} ended at once; see {log}")
     return record

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -35,7 +35,11 @@ class Command:
 
 
 class Server(ABC):
-    """A broker under `home`; everything in it but `keep` goes with `down`."""
+    """A broker under `home`; everything in it but `keep` goes with `down`.
+
+    `settings` are lines for the end of its configuration, where the last word counts; `{redis}` and
+    the like in them are the numbers of its ports.
+    """
 
     name: ClassVar[str]
     variable: ClassVar[str]
@@ -43,9 +47,10 @@ class Server(ABC):
     ready_within: ClassVar[float]
     keep: ClassVar[str | None] = None
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, settings: Sequence[str] = ()) -> None:
         self.home = directory / self.name
         self.log = self.home / "server.log"
+        self._settings = settings
 
     @abstractmethod
     def missing_packages(self) -> list[str]:
@@ -66,6 +71,9 @@ class Server(ABC):
     @abstractmethod
     def url(self, ports: Ports) -> str:
         """The address for clients."""
+
+    def _further_settings(self, ports: Ports) -> list[str]:
+        return [line.format_map(ports) for line in self._settings]
 
 
 class Redis(Server):
@@ -89,6 +97,7 @@ class Redis(Server):
             "daemonize no",
             "appendonly yes",
             'save ""',
+            *self._further_settings(ports),
         )
 
     def commands(self, ports: Ports) -> list[Command]:
@@ -123,6 +132,7 @@ class RabbitMQ(Server):
             f"listeners.tcp.1 = 127.0.0.1:{ports['amqp']}",
             # A small disk is no reason to block every publisher of a test.
             "disk_free_limit.absolute = 50MB",
+            *self._further_settings(ports),
         )
 
     def commands(self, ports: Ports) -> list[Command]:
@@ -205,6 +215,7 @@ class Kafka(Server):
             "group.min.session.timeout.ms=500",
             # The default of 128 MiB would be a quarter of the heap.
             "log.cleaner.dedupe.buffer.size=4194304",
+            *self._further_settings(ports),
         )
         if not (data / "meta.properties").exists():
             storage_tool = self._java("kafka.tools.StorageTool")
