@@ -9,11 +9,17 @@ import pytest_asyncio
 
 from qkit.testing import VirtualClock
 from tests.support.brokers import broker_url
+from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.requirements import SkippedProofs
 
 collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran
 
-BROKER_FIXTURES = frozenset({"redis_url", "rabbitmq_url", "kafka_url"})
+BROKER_FIXTURES = frozenset(
+    {
+        *("redis_url", "rabbitmq_url", "kafka_url"),
+        *("private_redis", "private_rabbitmq", "private_kafka"),
+    }
+)
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +38,27 @@ def rabbitmq_url() -> Iterator[str]:
 def kafka_url() -> Iterator[str]:
     with broker_url("kafka") as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def private_redis() -> Iterator[PrivateBroker]:
+    """A Redis that the tests of one module may kill and freeze."""
+    with private_broker("redis") as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def private_rabbitmq() -> Iterator[PrivateBroker]:
+    """A RabbitMQ that the tests of one module may kill and freeze."""
+    with private_broker("rabbitmq") as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module")
+def private_kafka() -> Iterator[PrivateBroker]:
+    """A Kafka that the tests of one module may kill and freeze."""
+    with private_broker("kafka") as broker:
+        yield broker
 
 
 @pytest_asyncio.fixture
