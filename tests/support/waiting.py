@@ -1,0 +1,33 @@
+"""Waiting for what other processes and brokers do, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+
+__all__ = ["eventually"]
+
+
+async def eventually(
+    condition: Callable[[], object] | Callable[[], Awaitable[object]], within: float = 30.0
+) -> float:
+    """Wait until ``condition`` holds, and say how long it took; fail after ``within`` seconds."""
+    began = time.monotonic()
+    while True:
+        holds = condition()
+        if inspect.isawaitable(holds):
+            holds = await holds
+        took = time.monotonic() - began
+        if holds:
+            return took
+        assert took < within, f"not within {within:g} s: {_source(condition)}"
+        await asyncio.sleep(0.02)
+
+
+def _source(condition: Callable[[], object]) -> str:
+    try:
+        return inspect.getsource(condition).strip()
+    except (OSError, TypeError):
+        return repr(condition)
