@@ -25,7 +25,7 @@ from qkit.backend import (
     SubscriptionSpec,
 )
 from qkit.backends.redis import frame, scripts
-from qkit.backends.redis.connection import error_of, translated
+from qkit.backends.redis.failures import error_of, translated
 from qkit.backends.redis.subscription import RedisSubscription
 from qkit.backends.redis_list import RedisListBackend
 from qkit.clock import SystemClock
@@ -447,7 +447,7 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     error: Exception, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
-        async with translated("publish", "orders"):
+        with translated("publish", "orders"):
             raise error
     assert type(caught.value) is kind
     assert caught.value.cause is error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -10,7 +11,8 @@ from typing import Any, Final
 
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.redis import frame, scripts
-from qkit.backends.redis.connection import BACKEND, Address, Link, translated
+from qkit.backends.redis.connection import Address, Link
+from qkit.backends.redis.failures import BACKEND, translated
 from qkit.backends.redis.place import Place
 from qkit.backends.redis.scripts import Script
 from qkit.backends.redis.subscription import RedisSubscription
@@ -100,7 +102,7 @@ class RedisListBackend:
         ``QueueNotFound`` when it does not exist.
         """
         place = Place.of(spec.name)
-        async with translated("declare", spec.name):
+        with translated("declare", spec.name):
             if spec.passive:
                 if not await self._link.command("EXISTS", place.keys[0]):
                     raise _not_found(spec.name, "declare")
@@ -160,7 +162,7 @@ class RedisListBackend:
         return results  # type: ignore[return-value]  # no error among them
 
     async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
-        async with translated("publish", queue):
+        with translated("publish", queue):
             first = ASIDE
             if all(_is_plain(item) for item in envelopes):
                 frames = [frame.encode(item) for item in envelopes]
@@ -223,7 +225,7 @@ class RedisListBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[RedisSubscription, None]:
-        async with translated("subscribe", spec.queue):
+        with translated("subscribe", spec.queue):
             place, max_deliveries = await self._join(spec)
             kind = RedisSubscription if self._reliable else UnreliableSubscription
             subscription = kind(
@@ -268,7 +270,7 @@ class RedisListBackend:
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
-        async with translated("ping"):
+        with translated("ping"):
             await self._link.command("PING")
 
     async def aclose(self) -> None:
@@ -276,9 +278,10 @@ class RedisListBackend:
         await self._link.aclose()
 
     async def _check_replicas(self, wanted: int) -> None:
-        async with translated("start"):
-            info: dict[str, Any] = await self._link.command("INFO", "replication")
-        connected = int(info.get("connected_slaves", 0))
+        with translated("start"):
+            info: bytes = await self._link.command("INFO", "replication")
+        said = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
+        connected = int(said[1]) if said else 0
         if connected < wanted - 1:
             raise ConfigError(
                 f"replicas={wanted} needs {wanted - 1} replicas beside the primary and this Redis "
@@ -288,7 +291,7 @@ class RedisListBackend:
             )
 
     async def _is_topic(self, queue: str) -> bool:
-        async with translated("publish", queue):
+        with translated("publish", queue):
             kind: bytes | None = await self._link.command("HGET", Place.of(queue).keys[0], "kind")
         return kind == b"topic"
 
@@ -296,7 +299,7 @@ class RedisListBackend:
 
     async def queues(self) -> list[str]:
         """The names of all queues and topics that were declared on this server."""
-        async with translated("queues"):
+        with translated("queues"):
             return sorted(name.decode() for name in await self._link.command("SMEMBERS", QUEUES))
 
     async def stats(self, queue: str) -> QueueStats:
@@ -330,11 +333,11 @@ class RedisListBackend:
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
         await self._ask(scripts.DELETE, queue, "delete")
-        async with translated("delete", queue):
+        with translated("delete", queue):
             await self._link.command("SREM", QUEUES, queue)
 
     async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
-        async with translated(operation, queue):
+        with translated(operation, queue):
             answer = await self._run(script, Place.of(queue), *arguments)
         if answer is None:
             raise _not_found(queue, operation)

@@ -1,26 +1,24 @@
-"""The connection to Redis: a pool for commands, and every error of the driver turned into ours."""
+"""The way to Redis: where it is, and the connections for commands and scripts."""
 
 from __future__ import annotations
 
-import re
-import ssl
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
 from redis import exceptions
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from qkit.backends.redis.failures import BACKEND, translated
 from qkit.backends.redis.scripts import Script
-from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull
+from qkit.backends.redis.wire import Reply, Wire, Word
+from qkit.errors import BackendUnavailable
 
-__all__ = ["BACKEND", "Address", "Link", "translated"]
+__all__ = ["Address", "Link"]
 
-BACKEND: Final = "redis"
-CONNECTIONS: Final = 16
-Reply = Any  # what a server answers has no type before somebody looks at it
+FORGOTTEN: Final = "NOSCRIPT"
 
 
 class Address:
@@ -54,143 +52,147 @@ class Address:
             **self._tls,
         }
 
-    def client(self) -> Redis:
-        """For commands, as many at once as there are connections; further ones wait."""
-        pool = BlockingConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
+    async def connection(self) -> AbstractConnection:
+        """The driver's connection, ready and logged in."""
+        pool: Any = ConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
             self.url,
-            max_connections=CONNECTIONS,
-            timeout=None,
             socket_timeout=self.timeout,
             retry=Retry(NoBackoff(), 0),
             **self.options(),
         )
-        return Redis.from_pool(pool)
+        pool.connection_kwargs["protocol"] = 2  # whatever the url says: ours is the parser
+        connection: AbstractConnection = pool.make_connection()
+        try:
+            await connection.connect()  # type: ignore[no-untyped-call]  # theirs
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        return connection
 
-    def parking(self) -> Redis:
-        """One connection to wait on. A socket timeout would end the wait, not a dead peer."""
-        return Redis.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
-            self.url,
-            single_connection_client=True,
-            socket_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            **self.options(),
-        )
+    async def wire(self) -> Wire:
+        """A connection of one's own."""
+        return Wire(await self.connection(), self.timeout)
 
 
 class Link:
-    """Commands and scripts over the pool."""
+    """Commands and scripts over one connection, which is opened again after it broke."""
 
     def __init__(self, address: Address) -> None:
         self.address = address
-        self._client: Redis | None = None
-
-    @property
-    def open(self) -> bool:
-        """Whether there is a pool; connections come and go in it."""
-        return self._client is not None
-
-    @property
-    def client(self) -> Redis:
-        """The driver's client."""
-        if self._client is None:
-            raise BackendUnavailable(
-                "not connected: start the backend first", backend=BACKEND, operation="connect"
-            )
-        return self._client
+        self._open = False
+        self._wire: Wire | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._waiters: list[Wire] = []  # connections for WAIT that nobody uses now
 
     def connect(self) -> None:
-        """Make the pool; the first command connects."""
-        if self._client is None:
-            self._client = self.address.client()
+        """Allow calls; the first one connects."""
+        self._open = True
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        client, self._client = self._client, None
-        if client is not None:
-            async with translated("close"):
-                await client.aclose()
-                await client.connection_pool.disconnect()
+        self._open = False
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
+            connecting.cancel()
+            await asyncio.wait({connecting})
+        wires, self._waiters = [*self._waiters], []
+        if self._wire is not None:
+            wires.append(self._wire)
+        self._wire = None
+        with translated("close"):
+            for wire in wires:
+                await wire.aclose()
 
-    async def command(self, *words: bytes | str | float) -> Reply:
-        """One command."""
-        return await self.client.execute_command(*words)  # type: ignore[no-untyped-call]  # theirs
+    async def wire(self) -> Wire:
+        """The connection that all share."""
+        while self._wire is None or self._wire.lost is not None:
+            if not self._open:
+                raise BackendUnavailable(
+                    "not connected: start the backend first", backend=BACKEND, operation="connect"
+                )
+            if self._connecting is None:
+                self._connecting = asyncio.create_task(self._connect(), name="qkit redis connect")
+                self._connecting.add_done_callback(_heard)
+            # One that gives up must not take the others' connection along.
+            await asyncio.shield(self._connecting)
+        return self._wire
 
-    async def run(self, script: Script, keys: Sequence[str], *arguments: Reply) -> Reply:
-        """A script on the server, which is told of it when it does not know it."""
+    async def _connect(self) -> None:
         try:
-            return await self.command("EVALSHA", script.sha, len(keys), *keys, *arguments)
-        except exceptions.NoScriptError:
-            return await self.command("EVAL", script.source, len(keys), *keys, *arguments)
+            self._wire = await self.address.wire()
+        finally:
+            self._connecting = None
+
+    async def command(self, *words: Word) -> Reply:
+        """One command."""
+        wire = self._wire
+        if wire is None or wire.lost is not None:
+            wire = await self.wire()
+        return await wire.call(*words)
+
+    async def commands(self, commands: Sequence[tuple[Word, ...]]) -> list[Reply]:
+        """Several in one round trip; the first error is raised once all are answered."""
+        replies = await (await self.wire()).call_all(commands)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    async def run(self, script: Script, keys: Sequence[str], *arguments: Word) -> Reply:
+        """A script on the server, which is told of it when it does not know it."""
+        wire = self._wire
+        if wire is None or wire.lost is not None:
+            wire = await self.wire()
+        try:
+            return await wire.call("EVALSHA", script.sha, len(keys), *keys, *arguments)
+        except exceptions.ResponseError as error:
+            if not is_forgotten(error):
+                raise
+        return await self.command("EVAL", script.source, len(keys), *keys, *arguments)
 
     async def run_and_wait(
         self,
         script: Script,
         keys: Sequence[str],
-        arguments: Sequence[Reply],
+        arguments: Sequence[Word],
         replicas: int,
         timeout: float,
     ) -> tuple[Reply, int]:
-        """A script, and how many replicas have what it wrote; ``WAIT`` needs its connection."""
-        async with self.client.pipeline(transaction=False) as pipe:
-            # EVAL: a script that the server forgot would leave WAIT with nothing to wait for.
-            queued: Any = pipe  # its methods have no types
-            queued.execute_command("EVAL", script.source, len(keys), *keys, *arguments)
-            queued.execute_command("WAIT", replicas, int(timeout * 1000))
-            answer, copies = await pipe.execute()
+        """A script, and how many replicas have what it wrote.
+
+        ``WAIT`` looks at its own connection's writes and holds up what comes after it there, so
+        each has a connection to itself.
+        """
+        wire = self._waiters.pop() if self._waiters else await self.address.wire()
+        try:
+            wait = ("WAIT", replicas, int(timeout * 1000))
+            words = (len(keys), *keys, *arguments)
+            answer, copies = await wire.call_all(
+                [("EVALSHA", script.sha, *words), wait], longer=timeout
+            )
+            if isinstance(answer, Exception) and is_forgotten(answer):
+                answer, copies = await wire.call_all(
+                    [("EVAL", script.source, *words), wait], longer=timeout
+                )
+        except BaseException:
+            await wire.aclose()
+            raise
+        if self._open and wire.lost is None:
+            self._waiters.append(wire)
+        else:
+            await wire.aclose()
+        for reply in (answer, copies):
+            if isinstance(reply, Exception):
+                raise reply
         return answer, copies
 
 
-@asynccontextmanager
-async def translated(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
-    """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
-    try:
-        yield
-    except QueueError:
-        raise
-    except (exceptions.RedisError, OSError, EOFError, ssl.SSLError) as error:
-        raise error_of(error, operation, queue) from error
+def is_forgotten(error: Exception) -> bool:
+    """Whether the server does not know the script."""
+    return str(error).startswith(FORGOTTEN)
 
 
-def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
-    """What an error of the driver means here; the most specific kinds come first."""
-    kind, text = _meaning(error)
-    return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
-
-
-def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
-    said = str(error)
-    for code, (kind, text) in _CODES.items():
-        if re.search(rf"\b{code}\b", said[:300]):  # before Redis 7 a script's error is wrapped
-            return kind, f"{text} ({said[:200]})"
-    match error:
-        case exceptions.AuthenticationError():
-            return BackendUnavailable, "Redis refuses the login: check user and password in the url"
-        case exceptions.NoPermissionError():
-            return ConfigError, f"the user may not do this on Redis: {said[:200]}"
-        case exceptions.OutOfMemoryError():
-            return QueueFull, "Redis is out of memory: consume some, or raise its maxmemory"
-        case exceptions.ReadOnlyError():
-            return BackendUnavailable, "this Redis is a read-only replica: connect to its primary"
-        case exceptions.TimeoutError() | TimeoutError():
-            return BackendUnavailable, "Redis did not answer in time"
-        case exceptions.BusyLoadingError():
-            return BackendUnavailable, "Redis is still loading its data"
-        case exceptions.ConnectionError() | OSError() | EOFError():
-            return BackendUnavailable, f"the connection to Redis failed: {said[:200]}"
-        case _:
-            return QueueError, f"Redis refused: {said[:200]}"
-
-
-_CODES: Final[Mapping[str, tuple[type[QueueError], str]]] = {
-    "OOM": (QueueFull, "Redis is out of memory: consume some, or raise its maxmemory"),
-    "WRONGTYPE": (ConfigError, "a key of this name is no list: choose another name or a prefix"),
-    "READONLY": (BackendUnavailable, "this Redis is a read-only replica: connect to its primary"),
-    "LOADING": (BackendUnavailable, "Redis is still loading its data"),
-    "MASTERDOWN": (BackendUnavailable, "the replica has lost its primary"),
-    "CLUSTERDOWN": (BackendUnavailable, "the cluster is down"),
-    "MISCONF": (BackendUnavailable, "Redis cannot save to its disk and takes nothing"),
-    "NOREPLICAS": (BackendUnavailable, "Redis has too few replicas to write"),
-    "UNBLOCKED": (BackendUnavailable, "Redis changed its role while a consumer was parked"),
-    "BUSY": (BackendUnavailable, "Redis is busy with a script"),
-    "unknown command": (ConfigError, "this Redis is too old: qkit needs 6.2 or Valkey"),
-}
+def _heard(task: asyncio.Task[None]) -> None:
+    """Everybody who waited for it may have given up, and then nobody asks how it ended."""
+    if not task.cancelled():
+        task.exception()

@@ -8,15 +8,14 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from redis import exceptions
-from redis.asyncio import Redis
-
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.redis import frame, scripts
-from qkit.backends.redis.connection import BACKEND, Link, error_of, translated
+from qkit.backends.redis.connection import Link, is_forgotten
+from qkit.backends.redis.failures import BACKEND, DRIVER_ERRORS, error_of, translated
 from qkit.backends.redis.gathering import Gathered
 from qkit.backends.redis.place import Place
 from qkit.backends.redis.renewal import Renewals
+from qkit.backends.redis.wire import Reply, Wire, Word
 from qkit.clock import Clock
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
 from qkit.logs import logger
@@ -28,8 +27,9 @@ __all__ = ["RedisSubscription"]
 # Nobody depends on it to hear of a message: it is for what happens by itself, a lease that ends or
 # a delay that is over, while whoever knew of it is busy. Retries may be a second late.
 SAFETY: Final = 1.0
-PATIENCE: Final = 10.0  # beyond the end of its wait a parked connection that says nothing is dead
+PATIENCE: Final = 5.0  # beyond the end of its wait a parked connection that says nothing is dead
 MOST: Final = 1_000  # messages in one claim or acknowledgement
+FAREWELL: Final = 2.0  # to wake a parked command; then its connection is hung up
 
 
 Bury = Callable[[Place, DeadLetter], Awaitable[None]]
@@ -38,8 +38,9 @@ Bury = Callable[[Place, DeadLetter], Awaitable[None]]
 class RedisSubscription:
     """A live claim on a queue: at most ``prefetch`` unsettled deliveries.
 
-    The parked command outlives a ``receive`` that was cancelled: its answer may be a message. What
-    a cancelled ``receive`` had claimed goes back, uncharged.
+    One task fetches: it claims, or waits on the server and claims what woke it. It outlives a
+    ``receive`` that was cancelled, because its answer may be a message. What was claimed for a
+    ``receive`` that is gone goes back, uncharged.
     """
 
     def __init__(
@@ -63,14 +64,14 @@ class RedisSubscription:
         self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
         self._claimed: list[Delivery] = []  # on their way to a receive
         self._receivers = 0
-        self._claiming: asyncio.Task[float] | None = None
-        self._parking: asyncio.Task[None] | None = None
-        self._parked_until = 0.0
-        self._parker: Redis | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._broken: SubscriptionLost | None = None
+        self._parker: Wire | None = None
         self._parker_id = 0
-        self._free = asyncio.Event()
+        self._parked_until = 0.0
+        self._news = asyncio.Event()  # the fetch has ended
+        self._free = asyncio.Event()  # there may be a slot
         self._stopped = False
-        self._stopping = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._acks = Gathered(self._ack_all)
         self._extensions = Gathered(self._extend_all)
@@ -78,9 +79,8 @@ class RedisSubscription:
 
     async def open(self) -> None:
         """Connect; the parking connection must be known by its number to be woken."""
-        self._parker = self._link.address.parking()
-        parker: Any = self._parker  # the driver's calls have no types
-        self._parker_id = int(await parker.execute_command("CLIENT", "ID"))
+        self._parker = Wire(await self._link.address.connection(), PATIENCE)
+        self._parker_id = int(await self._parker.call("CLIENT", "ID"))
 
     # Receive
 
@@ -95,48 +95,62 @@ class RedisSubscription:
                 if self._claimed:
                     taken, self._claimed = self._claimed[:limit], self._claimed[limit:]
                     return taken
-                await self._next(limit)
+                if self._broken is not None:
+                    raise self._broken
+                if self._fetching is None and not self._fetch_soon(limit):
+                    await self._wait_for_slot()
+                else:
+                    self._news.clear()
+                    await self._news.wait()
             return []
         finally:
             self._receivers -= 1
             self._return_claimed()
 
-    async def _next(self, limit: int) -> None:
-        """One step towards a delivery: a free slot, a claim, or a wait for a message."""
-        if self._parking is not None:
-            await self._watch(self._parking)
-            return
+    def _fetch_soon(self, limit: int) -> bool:
+        """Begin to fetch, unless so much is held that nothing more may be."""
         free = min(limit, self._slots(), MOST)
-        if self._claiming is None:
-            if free <= 0:
-                await self._wait_for_slot()
-                return
-            self._claiming = asyncio.create_task(self._claim(free), name="qkit redis claim")
-        claiming = self._claiming
-        wait = await self._watch(claiming)
-        if wait is not None and not self._claimed and not self._stopped and self._parking is None:
-            self._parked_until = self._clock.monotonic() + wait
-            self._parking = asyncio.create_task(self._park(wait), name="qkit redis park")
+        if free > 0:
+            self._fetching = asyncio.create_task(self._fetch(free), name="qkit redis fetch")
+        return free > 0
 
-    async def _watch(self, task: asyncio.Task[Any]) -> Any:
-        """Wait for a task that goes on when the waiting is cancelled, or until ``stop``."""
-        stopping = asyncio.ensure_future(self._stopping.wait())
+    async def _fetch(self, count: int) -> None:
         try:
-            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            claim = await self._link.run(scripts.CLAIM, self._place.keys, *self._claim(count))
+            wait = await self._take(claim)
+            while self._receivers and not self._claimed and not self._stopped:
+                wait = await self._take(await self._park(wait, count))
+        except (*DRIVER_ERRORS, QueueError) as error:
+            self._broken = self._lost(error)
         finally:
-            stopping.cancel()
-        if not task.done():
-            return None
-        if task is self._parking:
-            self._parking = None
-        if task is self._claiming:
-            self._claiming = None
-        try:
-            return task.result()
-        except (exceptions.RedisError, OSError, EOFError, QueueError) as error:
-            if self._stopped:
-                return None
-            raise self._lost(error) from error
+            self._fetching = None
+            self._news.set()
+            self._return_claimed()
+
+    def _claim(self, count: int) -> tuple[str, int, int]:
+        """What the claim script is told."""
+        return self._place.base, count, round(self._lease * 1000)
+
+    async def _park(self, seconds: float, count: int) -> Reply:
+        """Wait on the server for a message, then claim: both in one round trip."""
+        assert self._parker is not None
+        keys, told = self._place.keys, self._claim(count)
+        ingress, arrived = self._place.ingress, f"{self._place.base}:in"
+        self._parked_until = self._clock.monotonic() + seconds
+        moved, claim = await self._parker.call_all(
+            [
+                ("BLMOVE", ingress, arrived, "LEFT", "RIGHT", max(0.001, round(seconds, 3))),
+                ("EVALSHA", scripts.CLAIM.sha, len(keys), *keys, *told),
+            ],
+            longer=seconds,
+        )
+        if isinstance(moved, Exception):
+            raise moved
+        if isinstance(claim, Exception):
+            if not is_forgotten(claim):
+                raise claim
+            return await self._link.run(scripts.CLAIM, keys, *told)
+        return claim
 
     def _lost(self, error: BaseException) -> SubscriptionLost:
         if isinstance(error, SubscriptionLost):
@@ -150,11 +164,8 @@ class RedisSubscription:
             cause=error,
         )
 
-    async def _claim(self, count: int) -> float:
-        """Claim, bury what is dead; return how long to park if nothing came of it."""
-        answer = await self._link.run(
-            scripts.CLAIM, self._place.keys, self._place.base, count, round(self._lease * 1000)
-        )
+    async def _take(self, answer: Reply) -> float:
+        """What a claim brought; bury what is dead. Returns how long to wait if nothing came."""
         if answer is None:
             raise SubscriptionLost(
                 "the queue was deleted",
@@ -177,7 +188,8 @@ class RedisSubscription:
             self._claimed.append(self._delivery(envelope, token))
         if self._claimed:
             self._keep()
-            self._return_claimed()
+        if dead:
+            self._news.set()  # what came with them need not wait for their funeral
         for token, envelope, spent in dead:
             await self._inter(token, envelope, spent, now / 1000)
         if dead:
@@ -209,20 +221,6 @@ class RedisSubscription:
         await self._bury(self._place, letter)
         await self._link.run(scripts.ACK, self._place.keys, self._place.base, token)
 
-    async def _park(self, seconds: float) -> None:
-        parker: Any = self._parker
-        async with asyncio.timeout(seconds + PATIENCE):
-            moved = await parker.execute_command(
-                "BLMOVE",
-                self._place.ingress,
-                f"{self._place.base}:in",
-                "LEFT",
-                "RIGHT",
-                max(0.001, round(seconds, 3)),
-            )
-        if moved is not None and not self._receivers:
-            await self._pass_on()  # the receive was cancelled, and another may be waiting
-
     def _slots(self) -> int:
         """How many more may be held; what the server has long taken back takes no slot."""
         if len(self.held) >= self._prefetch:
@@ -246,15 +244,15 @@ class RedisSubscription:
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
-    def _returned(self, claimed: list[Delivery]) -> list[str | bytes | int]:
+    def _returned(self, claimed: list[Delivery]) -> list[Word]:
         """What the script is told of deliveries that nobody saw."""
         return _as_they_were([str(delivery.receipt) for delivery in claimed])
 
-    async def _put_back(self, arguments: list[str | bytes | int]) -> None:
+    async def _put_back(self, arguments: list[Word]) -> None:
         if not arguments:
             return
         try:
-            async with translated("release", self._place.queue):
+            with translated("release", self._place.queue):
                 await self._link.run(
                     scripts.RELEASE, self._place.keys, self._place.base, *arguments
                 )
@@ -295,12 +293,12 @@ class RedisSubscription:
         content = frame.encode(envelope, envelope.attempt - (not count_attempt), scheduled=False)
         await self._settle("release", delivery, self._release(token, delay, content))
         due = self._clock.monotonic() + delay
-        if delay > 0 and self._parking is not None and due < self._parked_until:
+        if delay > 0 and due < self._parked_until:
             await self._unblock()  # the wait was measured before this was known
 
     async def _release(self, token: str, delay: float, content: bytes) -> int:
         milliseconds = _ms(delay) if delay > 0 else 0
-        async with translated("release", self._place.queue):
+        with translated("release", self._place.queue):
             done = await self._link.run(
                 scripts.RELEASE, self._place.keys, self._place.base, token, milliseconds, content
             )
@@ -349,14 +347,14 @@ class RedisSubscription:
         self._free.set()
 
     async def _ack_all(self, *tokens: str | int) -> list[int]:
-        async with translated("ack", self._place.queue):
+        with translated("ack", self._place.queue):
             done: list[int] = await self._link.run(
                 scripts.ACK, self._place.keys, self._place.base, *tokens
             )
         return done
 
     async def _extend_all(self, *arguments: str | int) -> list[int]:
-        async with translated("extend", self._place.queue):
+        with translated("extend", self._place.queue):
             done: list[int] = await self._link.run(
                 scripts.EXTEND, self._place.keys, self._place.base, *arguments
             )
@@ -369,27 +367,18 @@ class RedisSubscription:
         if self._stopped:
             return
         self._stopped = True
-        self._stopping.set()
+        self._news.set()
         self._free.set()
-        if self._claiming is not None:
-            with contextlib.suppress(exceptions.RedisError, OSError, EOFError, QueueError):
-                await self._claiming
-            self._claiming = None
-        parking, self._parking = self._parking, None
-        if parking is not None:
-            with contextlib.suppress(exceptions.RedisError, OSError, EOFError, QueueError):
-                while not parking.done():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL):
+                while (fetching := self._fetching) is not None:
                     await self._unblock()
-                    await asyncio.wait({parking}, timeout=0.1)  # it may not have been sent yet
-                await parking
-                await self._pass_on()
-
-    async def _pass_on(self) -> None:
-        """What the parked command moved is for the others: one of them is woken."""
-        await self._link.run(scripts.TIDY, self._place.keys, self._place.base)
+                    await asyncio.wait({fetching}, timeout=0.1)  # it may have come too early
+        if self._fetching is not None and self._parker is not None:
+            await self._parker.aclose()
 
     async def _unblock(self) -> None:
-        with contextlib.suppress(exceptions.RedisError, OSError, EOFError):
+        with contextlib.suppress(*DRIVER_ERRORS, QueueError):
             await self._link.command("CLIENT", "UNBLOCK", self._parker_id)
 
     async def leave(self) -> None:
@@ -402,12 +391,10 @@ class RedisSubscription:
                 await asyncio.wait(self._tasks)
         finally:
             self._renewals.close()
-            for task in (self._parking, self._claiming):
-                if task is not None:
-                    task.cancel()
             if self._parker is not None:
-                with contextlib.suppress(exceptions.RedisError, OSError, EOFError):
-                    await self._parker.aclose()
+                await self._parker.aclose()
+            if self._fetching is not None:
+                self._fetching.cancel()
 
     async def _give_back(self) -> None:
         held = list(self.held)
@@ -424,8 +411,8 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _as_they_were(tokens: list[str]) -> list[str | bytes | int]:
-    arguments: list[str | bytes | int] = []
+def _as_they_were(tokens: list[str]) -> list[Word]:
+    arguments: list[Word] = []
     for token in reversed(tokens):  # each goes to the front
         arguments += [token, 0, ""]
     return arguments

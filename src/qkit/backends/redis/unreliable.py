@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from qkit.backend import Delivery
 from qkit.backends.redis import frame
-from qkit.backends.redis.connection import BACKEND
+from qkit.backends.redis.failures import BACKEND
 from qkit.backends.redis.subscription import RedisSubscription
+from qkit.backends.redis.wire import Word
 from qkit.errors import QueueError, Unsupported
 from qkit.message import Envelope
 
@@ -59,8 +60,8 @@ class UnreliableSubscription(RedisSubscription):
     def _keep(self) -> None:
         pass  # nothing runs out
 
-    def _returned(self, claimed: list[Delivery]) -> list[str | bytes | int]:
-        arguments: list[str | bytes | int] = []
+    def _returned(self, claimed: list[Delivery]) -> list[Word]:
+        arguments: list[Word] = []
         for delivery in reversed(claimed):
             content = frame.encode(delivery.envelope, delivery.envelope.attempt - 1)
             arguments += ["", 0, content]
