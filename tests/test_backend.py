@@ -23,7 +23,7 @@ def test_capabilities_are_shown_as_words() -> None:
     shown = Capabilities(priority=Support.NATIVE).as_dict()
     assert shown["priority"] == "native"
     assert set(shown.values()) == {"native", "unsupported"}
-    assert len(shown) == 18
+    assert len(shown) == 19
 
 
 def test_a_delivery_shows_what_it_is_and_not_its_body() -> None:

@@ -52,10 +52,15 @@ class Support(StrEnum):
 class Capabilities:
     """What a backend can do. What it cannot is refused at start-up, never silently at run time.
 
+    Every backend has ``queues``, which take each message to one consumer, but for those that only
+    broadcast: there every channel is a topic, whatever it was declared as, and ``send`` is
+    ``publish``. Its dead letters are kept in queues all the same.
+
     >>> Capabilities(priority=Support.NATIVE).supports("priority")
     True
     """
 
+    queues: Support = Support.NATIVE
     durable: Support = Support.UNSUPPORTED
     redelivery: Support = Support.UNSUPPORTED
     counts_crashes: Support = Support.UNSUPPORTED

@@ -27,6 +27,7 @@ COLUMNS = (
 
 # Where a cell of the design names two ways (N + E), qkit's own part decides: it is emulated.
 _ROWS: dict[str, tuple[Support, ...]] = {
+    "queues": (N, N, N, N, N, N, N, X),
     "durable": (X, N, N, N, N, N, N, X),
     "redelivery": (N, N, N, N, N, E, X, X),
     "counts_crashes": (N, N, X, N, X, E, X, X),

@@ -82,15 +82,12 @@ def _directory(
 
 
 def _redis(settings: Settings, clock: Clock) -> Backend:
-    if settings.mode != "list":
-        raise ConfigError(
-            "type 'redis' with mode='pubsub': this version of qkit does not carry that backend "
-            "yet; set mode='list'"
-        )
     try:
+        from qkit.backends.redis.connection import Address
         from qkit.backends.redis_list import RedisListBackend
+        from qkit.backends.redis_pubsub import RedisPubSubBackend
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "redis":
+        if (error.name or "").partition(".")[0] not in ("redis", "hiredis"):
             raise
         raise ConfigError(
             "type 'redis' needs the Redis client: pip install 'qkit[redis]'", cause=error
@@ -99,16 +96,21 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
     assert settings.url is not None
     files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
     ca_file, cert_file, key_file = (None if path is None else str(path) for path in files)
-    return RedisListBackend(
+    address = Address(
         settings.url.get_secret_value(),
-        clock=clock,
-        ack_deadline=settings.ack_deadline,
-        replicas=settings.replicas,
-        reliable=settings.reliable,
         timeout=settings.send_timeout,
         tls_ca_file=ca_file,
         tls_cert_file=cert_file,
         tls_key_file=key_file,
+    )
+    if settings.mode == "pubsub":
+        return RedisPubSubBackend(address, clock=clock)
+    return RedisListBackend(
+        address,
+        clock=clock,
+        ack_deadline=settings.ack_deadline,
+        replicas=settings.replicas,
+        reliable=settings.reliable,
     )
 
 

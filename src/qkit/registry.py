@@ -47,9 +47,13 @@ class Handler:
 
 
 class Registry:
-    """Channels by name and handlers by (channel, group), merged and checked."""
+    """Channels by name and handlers by (channel, group), merged and checked.
 
-    def __init__(self) -> None:
+    Without ``queues`` every channel is a topic, whatever it was declared as.
+    """
+
+    def __init__(self, *, queues: bool = True) -> None:
+        self._queues = queues
         self.channels: dict[str, Channel[object]] = {}
         self.handlers: list[Handler] = []
 
@@ -93,7 +97,7 @@ class Registry:
                 "or put @channel(…) on its class"
             )
         declared = self.declare(bound)
-        broadcast = declared.options.get("broadcast", False)
+        broadcast = declared.options.get("broadcast", False) or not self._queues
         group = metadata.group or _group_name(name)
         for other in self.handlers:
             if other.channel != declared.name or (broadcast and other.group != group):

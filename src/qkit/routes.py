@@ -173,7 +173,9 @@ class Routes:
                 name, f"balance={balance!r}", "leave balance out: its consumers take turns"
             )
         ordered = options.get("ordered", False)
-        broadcast = options.get("broadcast", False)
+        own = self._letters_of(name)
+        topic = options.get("broadcast", False) or not self._can.queues
+        broadcast = topic and own is None
         retry = options.get("retry", settings.retry)
         policy = self._policy(channel, retry, inline=ordered or not self._can.delay)
         lease = options.get("ack_deadline", settings.ack_deadline) if self._can.lease else None
@@ -181,7 +183,6 @@ class Routes:
             options.get("max_priority", settings.max_priority) if self._can.priority else None
         )
         letters = self._dead_letter_spec(channel)
-        own = self._letters_of(name)
         return Route(
             name=name,
             queue=settings.broker_name(name),

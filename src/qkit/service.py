@@ -106,7 +106,9 @@ class QueueService:
             if not callable(item):
                 raise ConfigError(f"middleware: {item!r} is no async function(message, call_next)")
         self._middleware = tuple(middleware)
-        self._registry = Registry()
+        chosen: Clock = clock if clock is not None else SystemClock()
+        backend = backend or open_backend(self.settings, chosen)
+        self._registry = Registry(queues=bool(backend.capabilities.queues))
         self._counters = Counters()
         self._events = Events()
         self._threads = HandlerThreads()
@@ -117,8 +119,7 @@ class QueueService:
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
-        chosen: Clock = clock if clock is not None else SystemClock()
-        self._wire(backend or open_backend(self.settings, chosen), chosen)
+        self._wire(backend, chosen)
 
     def _wire(self, backend: Backend, clock: Clock) -> None:
         """Everything that knows the backend or the clock."""

@@ -25,6 +25,7 @@ from qkit.backend import (
     SubscriptionSpec,
 )
 from qkit.backends.redis import frame, scripts
+from qkit.backends.redis.connection import Address
 from qkit.backends.redis.failures import error_of, translated
 from qkit.backends.redis.subscription import RedisSubscription
 from qkit.backends.redis_list import RedisListBackend
@@ -414,7 +415,7 @@ async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
 
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    backend = RedisListBackend(f"redis://127.0.0.1:{port}/0", timeout=0.2)
+    backend = RedisListBackend(Address(f"redis://127.0.0.1:{port}/0", timeout=0.2))
     with pytest.raises(BackendUnavailable) as caught:
         await backend.start()
     assert caught.value.cause is not None
@@ -552,7 +553,7 @@ async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     backend._replicas = 2
-    backend._link.address.timeout = 0.2
+    backend.link.address.timeout = 0.2
     with pytest.raises(SendTimeout, match="0 of 1 replicas"):
         await backend.publish(name, [Envelope("a", b"x")])
     assert (await backend.stats(name)).depth == 1

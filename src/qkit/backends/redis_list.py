@@ -53,16 +53,12 @@ class RedisListBackend:
 
     def __init__(
         self,
-        url: str,
+        address: Address | str,
         *,
         clock: Clock | None = None,
         ack_deadline: float = 30.0,
         replicas: int = 1,
         reliable: bool = True,
-        timeout: float = 10.0,
-        tls_ca_file: str | None = None,
-        tls_cert_file: str | None = None,
-        tls_key_file: str | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._ack_deadline = ack_deadline
@@ -70,15 +66,7 @@ class RedisListBackend:
         if not reliable:
             self.capabilities = MATRIX["redis-list-unreliable"]
         self._replicas = replicas
-        self._link = Link(
-            Address(
-                url,
-                timeout=timeout,
-                tls_ca_file=tls_ca_file,
-                tls_cert_file=tls_cert_file,
-                tls_key_file=tls_key_file,
-            )
-        )
+        self.link = Link(address if isinstance(address, Address) else Address(address))
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
@@ -86,13 +74,13 @@ class RedisListBackend:
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the replicas are missing."""
-        self._link.connect()
+        self.link.connect()
         try:
             await self.ping()
             if self._replicas > 1:
                 await self._check_replicas(self._replicas)
         except BaseException:
-            await self._link.aclose()
+            await self.link.aclose()
             raise
 
     async def declare(self, spec: QueueSpec) -> None:
@@ -104,7 +92,7 @@ class RedisListBackend:
         place = Place.of(spec.name)
         with translated("declare", spec.name):
             if spec.passive:
-                if not await self._link.command("EXISTS", place.keys[0]):
+                if not await self.link.command("EXISTS", place.keys[0]):
                     raise _not_found(spec.name, "declare")
                 return
             if spec.replicas > self._replicas:
@@ -124,7 +112,7 @@ class RedisListBackend:
                 for word in (field, value)
             ]
             kind = "topic" if spec.broadcast else "queue"
-            await self._link.command("SADD", QUEUES, spec.name)
+            await self.link.command("SADD", QUEUES, spec.name)
             found = await self._run(scripts.DECLARE, place, kind, *fields)
         if found.decode() != kind:
             raise ConfigError(
@@ -203,8 +191,8 @@ class RedisListBackend:
         place = Place.of(queue)
         if self._replicas == 1:
             return await self._run(script, place, *arguments)
-        wait = self._link.address.timeout / 2
-        answer, copies = await self._link.run_and_wait(
+        wait = self.link.address.timeout / 2
+        answer, copies = await self.link.run_and_wait(
             script, place.keys, [place.base, *arguments], self._replicas - 1, wait
         )
         if answer not in (None, ASIDE) and copies < self._replicas - 1:
@@ -229,7 +217,7 @@ class RedisListBackend:
             place, max_deliveries = await self._join(spec)
             kind = RedisSubscription if self._reliable else UnreliableSubscription
             subscription = kind(
-                self._link,
+                self.link,
                 place,
                 spec,
                 lease=self._lease(spec),
@@ -260,26 +248,26 @@ class RedisListBackend:
     async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
         place = Place.of(spec.queue)
-        kind, most = await self._link.command("HMGET", place.keys[0], "kind", "max_deliveries")
+        kind, most = await self.link.command("HMGET", place.keys[0], "kind", "max_deliveries")
         if kind is None:
             raise _not_found(spec.queue, "subscribe")
         if kind == b"topic":
-            await self._link.command("SADD", f"{place.base}:groups", spec.group)
+            await self.link.command("SADD", f"{place.base}:groups", spec.group)
             place = place.of_group(spec.group)
         return place, None if most is None else int(most)
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
         with translated("ping"):
-            await self._link.command("PING")
+            await self.link.command("PING")
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
-        await self._link.aclose()
+        await self.link.aclose()
 
     async def _check_replicas(self, wanted: int) -> None:
         with translated("start"):
-            info: bytes = await self._link.command("INFO", "replication")
+            info: bytes = await self.link.command("INFO", "replication")
         said = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
         connected = int(said[1]) if said else 0
         if connected < wanted - 1:
@@ -292,7 +280,7 @@ class RedisListBackend:
 
     async def _is_topic(self, queue: str) -> bool:
         with translated("publish", queue):
-            kind: bytes | None = await self._link.command("HGET", Place.of(queue).keys[0], "kind")
+            kind: bytes | None = await self.link.command("HGET", Place.of(queue).keys[0], "kind")
         return kind == b"topic"
 
     # Admin
@@ -300,7 +288,7 @@ class RedisListBackend:
     async def queues(self) -> list[str]:
         """The names of all queues and topics that were declared on this server."""
         with translated("queues"):
-            return sorted(name.decode() for name in await self._link.command("SMEMBERS", QUEUES))
+            return sorted(name.decode() for name in await self.link.command("SMEMBERS", QUEUES))
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
@@ -334,7 +322,7 @@ class RedisListBackend:
         """Delete the queue with all that is in it."""
         await self._ask(scripts.DELETE, queue, "delete")
         with translated("delete", queue):
-            await self._link.command("SREM", QUEUES, queue)
+            await self.link.command("SREM", QUEUES, queue)
 
     async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
         with translated(operation, queue):
@@ -344,7 +332,7 @@ class RedisListBackend:
         return answer
 
     async def _run(self, script: Script, place: Place, *arguments: Any) -> Any:
-        return await self._link.run(script, place.keys, place.base, *arguments)
+        return await self.link.run(script, place.keys, place.base, *arguments)
 
     # DeadLetterSource, DroppedLetterSource
 
@@ -361,7 +349,7 @@ class RedisListBackend:
         self._drop_callbacks.append(callback)
 
     async def _bury(self, place: Place, letter: DeadLetter) -> None:
-        target = await self._link.command("HGET", place.keys[0], "dead_letter")
+        target = await self.link.command("HGET", place.keys[0], "dead_letter")
         if target is not None:
             name = target.decode()
             try:

@@ -49,7 +49,7 @@ class DeadLetterRecords(Harness):
         )
         (letter,) = await self.letters(service, name)
         assert (letter.message_id, letter.channel) == (sent.message_id, name)
-        assert letter.group is None, "groups are a topic's"
+        assert (letter.group is None) is bool(self.column.queues), "groups are a topic's"
         assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 2)
         assert (letter.error_type, letter.error) == ("LookupError", "no such customer")
         assert self.on_time(letter.last_failed_at - letter.first_failed_at, 0.3)
@@ -250,7 +250,8 @@ class DeadLetterRecords(Harness):
         await service.send(name, "a")
         await self.until(lambda: len(deaths) == 2)
         assert called == ["a"]
-        assert [(death.letter.channel, death.kept) for death in deaths] == [
+        # A broker may hand the letter to its consumer before it confirms it to whoever wrote it.
+        assert sorted((death.letter.channel, death.kept) for death in deaths) == [
             (name, True),
             (f"{name}.dead", False),
         ]

@@ -60,7 +60,7 @@ class Deliveries(Harness):
         await self.elapse(0.5)
         assert got == list(range(100))
 
-    @requires("redelivery")  # where every channel is a topic, each of them would get a copy
+    @requires("queues", "redelivery")
     async def test_competing_consumers_share_and_each_message_goes_to_one(
         self, serve: Serve, name: str
     ) -> None:

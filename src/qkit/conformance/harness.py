@@ -172,10 +172,11 @@ class Harness:
     # -- the boundary itself -----------------------------------------------------------------
 
     async def declare(self, backend: Backend, name: str, **options: object) -> QueueSpec:
-        """Declare a queue with its dead-letter queue, as a service would."""
+        """Declare a channel with its dead-letter queue, as a service would."""
         letters = QueueSpec(name=f"{name}.dead", max_depth=10_000, drop_oldest=True)
-        values: dict[str, object] = {"dead_letter": letters.name, "max_deliveries": 3} | options
-        spec = QueueSpec(name=name, **values)  # type: ignore[arg-type]  # any field
+        values: dict[str, object] = {"dead_letter": letters.name, "max_deliveries": 3}
+        values["broadcast"] = not self.column.queues
+        spec = QueueSpec(name=name, **values | options)  # type: ignore[arg-type]  # any field
         if spec.dead_letter is not None:
             await backend.declare(letters)
         await backend.declare(spec)
@@ -185,9 +186,10 @@ class Harness:
     async def subscribe(
         self, backend: Backend, name: str, *, prefetch: int = 10, **options: object
     ) -> AsyncGenerator[Subscription, None]:
-        """A subscription on a declared queue."""
-        values: dict[str, object] = {"group": "g", "consumer": f"c{next(_numbers)}"} | options
-        spec = SubscriptionSpec(queue=name, prefetch=prefetch, **values)  # type: ignore[arg-type]  # any field
+        """A subscription on a declared channel."""
+        values: dict[str, object] = {"group": "g", "consumer": f"c{next(_numbers)}"}
+        values["broadcast"] = not self.column.queues
+        spec = SubscriptionSpec(queue=name, prefetch=prefetch, **values | options)  # type: ignore[arg-type]  # any field
         async with backend.subscribe(spec) as subscription:
             yield subscription
 

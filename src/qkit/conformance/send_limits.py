@@ -125,7 +125,7 @@ class SendLimits(Harness):
         assert (await service.stats(name)).depth == 1 + len(accepted) <= 3
         assert service.metrics().messages_sent == 1 + len(accepted)
 
-    @requires("topics", "redelivery")  # where every channel is a topic, send is publish
+    @requires("topics", "queues")
     async def test_send_to_a_topic_is_refused(self, serve: Serve, name: str) -> None:
         service = await serve()
         topic = Channel(name, str, broadcast=True)
@@ -136,7 +136,7 @@ class SendLimits(Harness):
             await service.send_many(name, ["b"])
         assert service.metrics().messages_sent == 1
 
-    @requires("depth")
+    @requires("queues", "depth")
     async def test_publish_to_a_queue_is_refused(self, serve: Serve, name: str) -> None:
         service = await serve()
         await service.send(name, "a")

@@ -24,10 +24,11 @@ class Settlement(Harness):
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
-        await self.put(backend, name, "a")
         async with self.subscribe(backend, name) as subscription:
+            await self.put(backend, name, "a")
             (delivery,) = await self.take(subscription)
             await subscription.ack(delivery)
+            await self.nothing(subscription, 0.2)
         async with self.subscribe(backend, name) as again:
             await self.nothing(again)
 
@@ -203,8 +204,8 @@ class Settlement(Harness):
         self, backend: Backend, name: str
     ) -> None:
         await self.declare(backend, name)
-        await self.put(backend, name, "a")
         async with self.subscribe(backend, name) as subscription:
+            await self.put(backend, name, "a")
             (delivery,) = await self.take(subscription)
             await subscription.stop()
             assert await subscription.receive(5) == []

@@ -129,7 +129,7 @@ class Topics(Harness):
         assert slow.got == [("a", 1), ("a", 2), ("a", 3)]
         assert good.got == [("a", 1)]
 
-    @requires("topics", "dead_letters", "redelivery")
+    @requires("topics", "dead_letters")
     async def test_a_dead_letter_is_replayed_to_its_group_only(
         self, serve: Serve, name: str
     ) -> None:
@@ -146,7 +146,7 @@ class Topics(Harness):
         assert good.got == [("a", 1)]
         assert await service.dead_letters(name).list() == []
 
-    @requires("topics", "dead_letters", "redelivery")
+    @requires("topics", "dead_letters")
     async def test_a_message_that_failed_in_two_groups_is_replayed_to_both(
         self, serve: Serve, name: str
     ) -> None:
@@ -163,7 +163,7 @@ class Topics(Harness):
         assert len(one.got) == len(two.got) == 2
         assert await service.dead_letters(name).list() == []
 
-    @requires("topics", "redelivery")
+    @requires("topics", "queues")
     async def test_the_wrong_verb_is_refused_before_anything_is_sent(
         self, serve: Serve, name: str
     ) -> None:

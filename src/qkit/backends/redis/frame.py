@@ -16,7 +16,9 @@ from urllib.parse import quote, unquote
 
 from qkit.message import Envelope
 
-__all__ = ["decode", "encode", "wire_id"]
+__all__ = ["FOREIGN", "decode", "encode", "wire_id"]
+
+FOREIGN: Final = "foreign"  # the id of what another program wrote, until somebody gives it one
 
 _HEAD: Final = re.compile(
     rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})(!?) ([-=]\S*)\n([^\n]*)\n"
@@ -52,7 +54,7 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
     """
     found = _HEAD.match(frame)
     if found is None:
-        return Envelope("foreign", frame, attempt=0), False
+        return Envelope(FOREIGN, frame, attempt=0), False
     id, priority, due, expires, deliveries, spent, key, headers = found.groups()
     return Envelope(
         unquote(id.decode(errors="replace"), errors="surrogatepass") if id != b"%" else "",

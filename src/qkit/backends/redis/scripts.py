@@ -113,12 +113,15 @@ local function schedule(q, f, at)
   redis.call('ZADD', q.due, at, tok)
 end
 
--- From the ingress list to its place. What another program wrote gets an id here, for good.
+-- What another program wrote gets an id here, for good.
+local function named(f, t) return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f end
+
+-- From the ingress list to its place.
 local function file(q, fs, t)
   local batches = {}
   for _, f in ipairs(fs) do
     local id, p, at = head(f)
-    if not id then f = string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f end
+    if not id then f = named(f, t) end
     if at > t then
       schedule(q, f, at)
     else
@@ -330,12 +333,39 @@ if not config then return false end
 local q, t, want = queue(config, ARGV[1], KEYS[2]), clock(), tonumber(ARGV[2])
 expire(q, t, config.max_deliveries)
 promote(q, t)
-tidy(q, t)
 local taken = {}
-for i = #q.levels, 1, -1 do
-  if #taken >= want then break end
-  local fs = redis.call('LPOP', q.ready .. q.levels[i], want - #taken)
+local function take(list)
+  local fs = #taken < want and redis.call('LPOP', list, want - #taken)
   if fs then for _, f in ipairs(fs) do taken[#taken + 1] = f end end
+end
+
+-- With one priority there is nothing to sort: all stand in line already, and none need be filed.
+-- Returns whether that was so.
+local function take_in_line()
+  take(q.ready .. 5)
+  local filed = #taken
+  take(q.arrived)
+  take(q.ingress)
+  local last = filed
+  for i = filed + 1, #taken do
+    local f = taken[i]
+    local id, p, at = head(f)
+    if id and (at > t or (p ~= '-' and p ~= '5')) then
+      file(q, {f}, t)
+    else
+      last = last + 1
+      taken[last] = id and f or named(f, t)
+    end
+  end
+  local all = last == #taken
+  for i = #taken, last + 1, -1 do taken[i] = nil end
+  return all or last > 0
+end
+
+local one = #q.levels == 0 or (#q.levels == 1 and q.levels[1] == 5)
+if not (one and take_in_line()) then
+  tidy(q, t)
+  for i = #q.levels, 1, -1 do take(q.ready .. q.levels[i]) end
 end
 local out, leases = {}, {}
 if #taken > 0 then
@@ -351,6 +381,7 @@ if #taken > 0 then
   end
 end
 wake(q)
+if #taken > 0 then return {t, 0, out} end
 local nearest = -1
 for _, key in ipairs({q.due, q.lease}) do
   local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
