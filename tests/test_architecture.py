@@ -37,7 +37,17 @@ ORDER = [
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}
 POLICIES = {room for rooms in ORDER[6:11] for room in rooms} - {"opening"}
-DRIVERS = {"aio_pika", "aiormq", "aiokafka", "redis", "pyspark", "starlette", "typer", "rich"}
+DRIVERS = {
+    "aio_pika",
+    "aiormq",
+    "aiokafka",
+    "redis",
+    "hiredis",
+    "pyspark",
+    "starlette",
+    "typer",
+    "rich",
+}
 TENACITY = {"retry"}
 
 

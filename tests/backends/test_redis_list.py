@@ -595,16 +595,11 @@ def test_settings_choose_it_without_leases() -> None:
     assert not open_backend(settings, SystemClock()).capabilities.lease
 
 
-def test_a_mode_that_is_not_there_yet_is_refused_with_a_word() -> None:
-    settings = Settings(type="redis", mode="pubsub", url="redis://localhost/")
-    with pytest.raises(ConfigError, match="not carry"):
-        open_backend(settings, SystemClock())
-
-
-def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("missing", ["redis", "hiredis"])
+def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     for module in [item for item in sys.modules if item.startswith("qkit.backends.redis")]:
         monkeypatch.delitem(sys.modules, module)
-    for module in [item for item in sys.modules if item.partition(".")[0] == "redis"]:
+    for module in [item for item in sys.modules if item.partition(".")[0] == missing]:
         monkeypatch.setitem(sys.modules, module, None)
     settings = Settings(type="redis", mode="list", url="redis://localhost/")
     with pytest.raises(ConfigError, match=r"pip install 'qkit\[redis\]'"):

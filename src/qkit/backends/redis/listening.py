@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from redis.asyncio.connection import AbstractConnection
 
@@ -50,7 +50,7 @@ class Listener(Wire):
     def _answer(self, reply: Reply) -> None:
         self._silent = False
         if type(reply) is list and reply[0] == b"message":
-            self._hear(reply[2])
+            self._hear(cast("bytes", reply[2]))
         else:
             super()._answer(reply)
 
@@ -90,8 +90,8 @@ class Listener(Wire):
 class Listening:
     """A subscription to a channel: every one gets a copy of every message.
 
-    Its deliveries exist here alone. ``release`` puts one back in front of those that wait here; with
-    the subscription all that was not handled is gone.
+    Its deliveries exist here alone. ``release`` puts one back in front of those that wait here;
+    with the subscription all that was not handled is gone.
     """
 
     def __init__(self, address: Address, spec: SubscriptionSpec) -> None:

@@ -114,7 +114,9 @@ local function schedule(q, f, at)
 end
 
 -- What another program wrote gets an id here, for good.
-local function named(f, t) return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f end
+local function named(f, t)
+  return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f
+end
 
 -- From the ingress list to its place.
 local function file(q, fs, t)
