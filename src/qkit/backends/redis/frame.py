@@ -23,6 +23,8 @@ FOREIGN: Final = "foreign"  # the id of what another program wrote, until somebo
 _HEAD: Final = re.compile(
     rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})(!?) ([-=]\S*)\n([^\n]*)\n"
 )
+# Most messages have nothing but an id and a body, and reading one costs as much as handling it.
+_BARE: Final = re.compile(rb"qk1 ([0-9A-Za-z]+) - 0 0 (\d{1,9}) -\n\n")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._~-]+")
 
 
@@ -52,6 +54,9 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
     >>> decode(b'qk1 0190 7 0 0 2! -\\n\\n{}')
     (Envelope(id='0190', body=b'{}', headers={}, key=None, priority=7, ..., attempt=2), True)
     """
+    if (bare := _BARE.match(frame)) is not None:
+        id, deliveries = bare.groups()
+        return Envelope(id.decode(), frame[bare.end() :], attempt=int(deliveries)), False
     found = _HEAD.match(frame)
     if found is None:
         return Envelope(FOREIGN, frame, attempt=0), False
