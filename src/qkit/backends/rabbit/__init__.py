@@ -1,0 +1,1 @@
+"""The rooms of the RabbitMQ backend: properties, topology, delay, connection, subscription."""

@@ -1,0 +1,131 @@
+"""The one place where errors of the driver become ours."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiormq import exceptions
+from pamqp.exceptions import PAMQPException
+
+from qkit.backends.rabbit.topology import BACKEND
+from qkit.errors import (
+    BackendUnavailable,
+    ConfigError,
+    PayloadTooLarge,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+)
+
+__all__ = ["DRIVER_ERRORS", "error_of", "interrupted", "translated"]
+
+DRIVER_ERRORS: Final = (
+    exceptions.AMQPError,
+    exceptions.ChannelInvalidStateError,
+    PAMQPException,
+    OSError,
+    EOFError,
+    RuntimeError,  # the driver's word for a connection that was closed
+    ValueError,  # and for a name or number that AMQP cannot carry
+)
+
+_DIFFERENCE: Final = re.compile(
+    r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>\w+) '(?P<name>[^']*)'.*: "
+    r"received (?P<here>.*) but current is (?P<there>.*)"
+)
+_VALUE: Final = re.compile(r"(?:the value )?('[^']*')(?: of type '\w+')?")
+
+
+@asynccontextmanager
+async def translated(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
+    """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
+    try:
+        yield
+    except QueueError:
+        raise
+    except DRIVER_ERRORS as error:
+        raise error_of(error, operation, queue) from error
+    except asyncio.CancelledError as error:
+        if not interrupted():
+            raise
+        raise error_of(error, operation, queue) from error
+
+
+def interrupted() -> bool:
+    """Whether a cancellation is the driver's way to say that it was closed, and nobody's wish."""
+    task = asyncio.current_task()
+    return task is not None and not task.cancelling()
+
+
+def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
+    """What an error of the driver means here; the most specific kinds come first."""
+    kind, text = _meaning(error)
+    return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
+
+
+def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
+    said = str(error)[:300]
+    match error:
+        case exceptions.PublishError():
+            return QueueNotFound, "there is no such queue on this RabbitMQ: declare it first"
+        case exceptions.DeliveryError():
+            return QueueFull, "RabbitMQ refused the message: the queue is full, or cannot store it"
+        case exceptions.ChannelNotFoundEntity():
+            if "inaccessible" in said or "is stopped" in said or "home node" in said:
+                return BackendUnavailable, f"the node that has the queue is down ({said})"
+            return QueueNotFound, f"there is no such queue or topic on this RabbitMQ ({said})"
+        case exceptions.ChannelPreconditionFailed():
+            return _precondition(said)
+        case exceptions.ChannelAccessRefused():
+            return ConfigError, f"the user may not do this on RabbitMQ: {said}"
+        case exceptions.ChannelLockedResource():
+            return ConfigError, f"the queue is another connection's alone: {said}"
+        case exceptions.ProbableAuthenticationError() | exceptions.AuthenticationError():
+            return BackendUnavailable, "RabbitMQ refuses the login: check user and password"
+        case exceptions.ConnectionNotAllowed():
+            return ConfigError, f"RabbitMQ does not allow this connection: {said}"
+        case exceptions.ConnectionClosed() if error.args[:1] == (530,):
+            return ConfigError, f"RabbitMQ does not allow this connection: {error.args[-1]}"
+        case exceptions.IncompatibleProtocolError() | exceptions.ProtocolSyntaxError():
+            return ConfigError, "whoever answers there does not speak AMQP 0-9-1: check the url"
+        case exceptions.MethodNotImplemented():
+            return ConfigError, f"this RabbitMQ is too old: {said}"
+        case ValueError() | PAMQPException():
+            return QueueError, f"AMQP cannot carry this: {said}"
+        case TimeoutError():
+            return BackendUnavailable, "RabbitMQ did not answer in time"
+        case exceptions.AMQPConnectionError() if isinstance(error.__cause__, ssl.SSLError):
+            return BackendUnavailable, f"no TLS with RabbitMQ: {error.__cause__.reason or said}"
+        case exceptions.AMQPError() | OSError() | EOFError() | RuntimeError():
+            return BackendUnavailable, f"the connection to RabbitMQ failed: {said}"
+        case asyncio.CancelledError():
+            return BackendUnavailable, "the connection to RabbitMQ was closed"
+        case _:
+            return QueueError, f"RabbitMQ refused: {said}"
+
+
+def _precondition(said: str) -> tuple[type[QueueError], str]:
+    found = _DIFFERENCE.search(said)
+    if found is not None:
+        return ConfigError, (
+            f"the {found['kind']} {found['name']!r} exists with another {found['argument']}: "
+            f"{_value(found['there'])} there, {_value(found['here'])} here. Declare it alike "
+            "everywhere, or delete it first"
+        )
+    if "message size" in said:
+        return PayloadTooLarge, f"the message is larger than RabbitMQ takes ({said})"
+    if "timed out" in said:
+        return BackendUnavailable, (
+            "RabbitMQ closed the channel: a delivery was held longer than its consumer_timeout"
+        )
+    return ConfigError, f"RabbitMQ refused: {said}"
+
+
+def _value(text: str) -> str:
+    found = _VALUE.fullmatch(text.strip())
+    return found[1] if found else text.strip()

@@ -1,0 +1,131 @@
+"""What qkit declares on the broker: names, arguments and bindings.
+
+A queue is named as its channel; a topic is a fanout exchange of that name, with one queue for each
+group. Every vhost has one exchange for dead letters, and one at which delayed messages come out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+from aiormq import Channel
+
+from qkit.backend import QueueSpec
+from qkit.errors import ConfigError
+
+__all__ = ["BACKEND", "DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
+
+BACKEND: Final = "rabbitmq"
+DEAD_LETTERS: Final = "qkit.dead-letters"
+DELAY: Final = "qkit.delay"
+EXIT: Final = f"{DELAY}.out"
+LOST: Final = f"{DELAY}.lost"
+KEPT_LOST: Final = 10_000
+LEVELS: Final = 26
+LONGEST_NAME: Final = 255  # bytes, of queues, exchanges and keys
+ANY_DELAY: Final = "*." * LEVELS
+
+
+def group_queue(topic: str, group: str) -> str:
+    """The queue of a topic's group; no channel's name can hold a colon.
+
+    >>> group_queue("prices", "mail")
+    'prices:mail'
+    """
+    name = f"{topic}:{group}"
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name[: LONGEST_NAME - 13]}~{digest}"
+
+
+def address(name: str) -> str:
+    """A queue's or topic's name at the end of a delayed message's routing key."""
+    room = LONGEST_NAME - len(ANY_DELAY)
+    return name if len(name) <= room else f"~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+class Topology:
+    """Declares queues and topics; ``quorum`` ones are kept on ``replicas`` nodes."""
+
+    def __init__(self, *, quorum: bool, replicas: int) -> None:
+        self.quorum = quorum
+        self.replicas = replicas
+        self._ready = False
+
+    def forget(self) -> None:
+        """Something that every vhost has may be gone: declare it again."""
+        self._ready = False
+
+    async def declare(self, channel: Channel, spec: QueueSpec) -> None:
+        """A queue with what belongs to it, or a topic, which has no queue yet."""
+        if not self._ready:
+            await self._declare_common(channel)
+            self._ready = True
+        if spec.broadcast:
+            await channel.exchange_declare(spec.name, exchange_type="fanout", durable=True)
+            await channel.exchange_bind(spec.name, EXIT, ANY_DELAY + address(spec.name))
+            return
+        await self._declare_queue(channel, spec.name, spec)
+        if spec.drop_oldest:
+            await channel.queue_bind(spec.name, DEAD_LETTERS, spec.name)
+
+    async def declare_group(self, channel: Channel, spec: QueueSpec, group: str) -> str:
+        """A group of a topic, which receives from now on; returns its queue."""
+        queue = group_queue(spec.name, group)
+        await self._declare_queue(channel, queue, spec)
+        await channel.queue_bind(queue, spec.name)
+        return queue
+
+    async def _declare_queue(self, channel: Channel, name: str, spec: QueueSpec) -> None:
+        await channel.queue_declare(name, durable=True, arguments=self.arguments(spec))
+        await channel.queue_bind(name, EXIT, ANY_DELAY + address(name))
+
+    async def _declare_common(self, channel: Channel) -> None:
+        await channel.exchange_declare(DEAD_LETTERS, exchange_type="direct", durable=True)
+        await channel.exchange_declare(LOST, exchange_type="fanout", durable=True)
+        await channel.queue_declare(
+            LOST,
+            durable=True,
+            arguments={"x-max-length": KEPT_LOST, "x-overflow": "drop-head"},
+        )
+        await channel.queue_bind(LOST, LOST)
+        await channel.exchange_declare(
+            EXIT, exchange_type="topic", durable=True, arguments={"alternate-exchange": LOST}
+        )
+
+    def arguments(self, spec: QueueSpec) -> dict[str, Any]:
+        """A queue's arguments. Dead letters lie by their age, so they have no priorities.
+
+        ``max_depth`` of a queue is no argument: the broker would refuse, that is drop, a message
+        that comes back to a full queue after its delay or for its retry.
+        """
+        arguments: dict[str, Any] = {}
+        if spec.dead_letter is not None:
+            arguments["x-dead-letter-exchange"] = DEAD_LETTERS
+            arguments["x-dead-letter-routing-key"] = spec.dead_letter
+        if self.quorum:
+            arguments |= self.quorum_arguments()
+            if spec.max_priority:
+                raise ConfigError(
+                    "a quorum queue has no priorities before RabbitMQ 4.0: leave max_priority "
+                    "out, or set replicas=1",
+                    backend=BACKEND,
+                    operation="declare",
+                    queue=spec.name,
+                )
+            if spec.dead_letter is not None:
+                # Without these two a broker that is killed loses what was just on its way.
+                arguments["x-dead-letter-strategy"] = "at-least-once"
+                arguments["x-overflow"] = "reject-publish"
+        elif spec.max_priority and not spec.drop_oldest:
+            arguments["x-max-priority"] = spec.max_priority
+        if spec.drop_oldest and spec.max_depth is not None:
+            arguments["x-max-length"] = spec.max_depth
+            arguments["x-overflow"] = "drop-head"
+        return arguments
+
+    def quorum_arguments(self) -> dict[str, Any]:
+        """What every quorum queue has."""
+        return {"x-queue-type": "quorum", "x-quorum-initial-group-size": self.replicas}
