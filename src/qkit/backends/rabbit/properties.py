@@ -1,0 +1,311 @@
+"""A message as AMQP carries it: facts where a user of RabbitMQ looks for them, the body as it is.
+
+The id, the content type, the priority, a time and a few well-known headers are AMQP's own
+properties; everything else is in its table of headers. Whatever another program wrote is read in
+the same way, and goes back as it came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, cast
+from uuid import uuid4
+
+from pamqp.commands import Basic
+
+from qkit.errors import InvalidHeader
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, DeadLetter, Envelope, Reason
+from qkit.native.dead import TimeToLiveExpired
+
+__all__ = ["as_dead_letter", "decode", "deliveries", "encode", "encode_again", "not_before"]
+
+Table = Mapping[str, Any]  # AMQP's headers have types of their own
+
+ATTEMPTS: Final = "qkit-attempts"  # deliveries so far
+KEY: Final = "qkit-key"
+EXPIRES: Final = "qkit-expires-at"  # milliseconds since the epoch
+DUE: Final = "qkit-not-before"  # only where the delay is longer than the broker can measure
+_OWN: Final = frozenset({ATTEMPTS, KEY, EXPIRES, DUE})
+
+DELIVERY_COUNT: Final = "x-delivery-count"
+_BROKERS_OWN: Final = frozenset({"x-death", DELIVERY_COUNT, "x-acquired-count"})
+_BROKERS_NOTES: Final = ("x-first-death-", "x-last-death-")
+
+JSON: Final = "application/json"
+USUAL_PRIORITY: Final = 5
+PERSISTENT: Final = 2
+SHORT: Final = 255  # bytes in AMQP's short strings
+
+# Headers that have a property of their own in AMQP, and the driver's name for it.
+_PROPERTIES: Final = {
+    CONTENT_ENCODING: "content_encoding",
+    "correlation-id": "correlation_id",
+    "reply-to": "reply_to",
+    "type": "message_type",
+    "app-id": "app_id",
+}
+# The broker acts upon these instead of carrying them, so they travel under another name.
+_HIDDEN: Final = "qkit-header-"
+_ACTED_UPON: Final = frozenset({"CC", "BCC"})
+_DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"
+
+
+def encode(
+    envelope: Envelope, *, now: float, priority: int | None, expire: bool, due: float | None = None
+) -> Basic.Properties:
+    """The properties of a message that is sent for the first time, or again after its death.
+
+    ``priority`` is for one that has none. With ``expire`` the broker takes it out by itself when
+    its time is over. ``due`` is written down for whoever receives it too early.
+    """
+    table: dict[str, Any] = {}
+    properties = Basic.Properties(
+        message_id=_short(envelope.id),
+        content_type=JSON,
+        delivery_mode=PERSISTENT,
+        priority=priority if envelope.priority is None else envelope.priority,
+        timestamp=datetime.fromtimestamp(now, UTC),
+    )
+    if envelope.headers:
+        _write_headers(envelope.headers, {}, properties, table)
+    if envelope.key is not None:
+        table[KEY] = envelope.key
+    if envelope.expires_at is not None:
+        table[EXPIRES] = _milliseconds(envelope.expires_at)
+        if expire:
+            properties.expiration = str(max(0, _milliseconds(envelope.expires_at - now)))
+    if due is not None:
+        table[DUE] = _milliseconds(due)
+    if table:
+        properties.headers = table
+    return properties
+
+
+def encode_again(
+    envelope: Envelope, original: Basic.Properties, *, attempts: int, due: float | None = None
+) -> Basic.Properties:
+    """The properties of a copy that replaces a message: as it came, with the envelope's headers.
+
+    Without the broker's notes about earlier deaths: a copy that has them is dropped without a word
+    when it dies in the same place again.
+    """
+    before = cast("Table", original.headers or {})
+    table: dict[str, Any] = {}
+    again = Basic.Properties(
+        message_id=_short(envelope.id),
+        content_type=JSON,
+        delivery_mode=PERSISTENT,
+        priority=original.priority,
+        timestamp=original.timestamp,
+    )
+    _write_headers(envelope.headers, before, again, table)
+    if envelope.key is not None:
+        table[KEY] = envelope.key
+    if envelope.expires_at is not None:
+        table[EXPIRES] = _milliseconds(envelope.expires_at)
+    if attempts:
+        table[ATTEMPTS] = attempts
+    if due is not None:
+        table[DUE] = _milliseconds(due)
+    again.headers = table or None
+    return again
+
+
+def decode(properties: Basic.Properties, body: bytes) -> Envelope:
+    """The message, ``attempt`` as the deliveries that were written down."""
+    envelope = Envelope(
+        properties.message_id or f"foreign-{uuid4().hex}",
+        body,
+        priority=properties.priority,
+        attempt=0,
+    )
+    headers = envelope.headers
+    if properties.content_type and properties.content_type != JSON:
+        headers[CONTENT_TYPE] = properties.content_type
+    for name, attribute in _PROPERTIES.items():
+        value = getattr(properties, attribute)
+        if value:
+            headers[name] = value
+    table = cast("Table | None", properties.headers)
+    if table:
+        _read_headers(table, envelope)
+    if envelope.expires_at is None and properties.expiration and properties.timestamp:
+        # Another program's: the broker forgets it when the message is delayed or retried.
+        lifetime = _whole(properties.expiration)
+        if lifetime is not None:
+            envelope.expires_at = properties.timestamp.timestamp() + lifetime / 1000
+    return envelope
+
+
+def deliveries(properties: Basic.Properties) -> int:
+    """How often a quorum queue has handed this copy out before."""
+    table = cast("Table", properties.headers or {})
+    return max(0, _whole(table.get(DELIVERY_COUNT)) or 0)
+
+
+def not_before(properties: Basic.Properties) -> float | None:
+    """When the message may be delivered, if the broker could not wait so long."""
+    due = _whole(cast("Table", properties.headers or {}).get(DUE))
+    return None if due is None else due / 1000
+
+
+def as_dead_letter(envelope: Envelope, properties: Basic.Properties, *, ignored: str) -> Envelope:
+    """The record of a message that the broker itself took out of its queue, as everywhere else.
+
+    One that qkit wrote is returned as it is. Queues whose names begin with ``ignored`` are stations
+    of a delay: leaving them is no death.
+    """
+    if any(name.startswith("qkit-dead-") for name in envelope.headers):
+        return envelope
+    death = _last_death(cast("Table", properties.headers or {}), ignored)
+    if death is None:
+        return envelope
+    channel, _, group = str(death.get("queue", "")).partition(":")
+    when = death.get("time")
+    at = when.timestamp() if isinstance(when, datetime) else 0.0
+    reason, error = _DEATHS.get(str(death.get("reason")), (None, None))
+    rejected = reason is Reason.EXPLICIT_NACK
+    letter = DeadLetter.of(
+        Envelope(
+            envelope.id,
+            envelope.body,
+            dict(envelope.headers),
+            envelope.key,
+            envelope.priority,
+            attempt=envelope.attempt + deliveries(properties) + rejected,
+        ),
+        channel=channel,
+        group=group or None,
+        reason=reason or Reason.EXPLICIT_NACK,
+        error=error or BrokerRefused(f"RabbitMQ took it out of its queue: {death.get('reason')}"),
+        at=at,
+    )
+    return letter.to_envelope()
+
+
+class Rejected(Exception):
+    """A consumer of another program refused the message."""
+
+
+class DeliveryLimit(Exception):
+    """The message was handed out more often than the queue allows."""
+
+
+class BrokerRefused(Exception):
+    """The broker took the message out of its queue for a reason of its own."""
+
+
+_DEATHS: Final[Mapping[str, tuple[Reason, Exception]]] = {
+    "expired": (
+        Reason.TTL_EXPIRED,
+        TimeToLiveExpired("the message was not handled within its time to live"),
+    ),
+    "rejected": (
+        Reason.EXPLICIT_NACK,
+        Rejected("a consumer of another program rejected the message"),
+    ),
+    "delivery_limit": (
+        Reason.MAX_RETRIES_EXCEEDED,
+        DeliveryLimit("the message was delivered as often as the queue allows"),
+    ),
+}
+
+
+def _last_death(table: Table, ignored: str) -> Table | None:
+    deaths = table.get("x-death")
+    if not isinstance(deaths, list):
+        return None
+    for death in cast("list[object]", deaths):  # the last one comes first
+        if isinstance(death, dict):
+            found = cast("dict[str, Any]", death)
+            if not str(found.get("queue", "")).startswith(ignored):
+                return found
+    return None
+
+
+def _write_headers(
+    headers: Mapping[str, str],
+    before: Table,
+    properties: Basic.Properties,
+    table: dict[str, Any],
+) -> None:
+    """Headers to properties and table; a value that is as it came keeps its type."""
+    for name, value in headers.items():
+        if name == CONTENT_TYPE:
+            properties.content_type = _short(value)
+            if value != JSON:
+                continue  # else it must be told from the one that is always written
+        attribute = _PROPERTIES.get(name)
+        if attribute and value and name not in before and _fits(value):
+            setattr(properties, attribute, value)
+        elif name in before and _text(before[name]) == value:
+            table[name] = before[name]
+        else:
+            table[_carried(name)] = value
+
+
+def _read_headers(table: Table, envelope: Envelope) -> None:
+    headers = envelope.headers
+    for name, value in table.items():
+        if name in _OWN:
+            if name == KEY:
+                envelope.key = _text(value)
+            elif name == ATTEMPTS:
+                envelope.attempt = max(0, _whole(value) or 0)
+            elif name == EXPIRES:
+                expires = _whole(value)
+                envelope.expires_at = None if expires is None else expires / 1000
+        elif name in _BROKERS_OWN or name.startswith(_BROKERS_NOTES):
+            continue
+        else:
+            headers[name.removeprefix(_HIDDEN)] = value if type(value) is str else _text(value)
+
+
+def _carried(name: str) -> str:
+    brokers = name in _BROKERS_OWN or name in _ACTED_UPON or name.startswith(_BROKERS_NOTES)
+    return _HIDDEN + name if brokers else name
+
+
+def _text(value: object) -> str:
+    """A header of any of AMQP's types, as handlers see it."""
+    match value:
+        case str():
+            return value
+        case None:
+            return ""
+        case bool():
+            return "true" if value else "false"
+        case bytes() | bytearray():
+            return value.decode(errors="backslashreplace")
+        case datetime():
+            return value.isoformat()
+        case list() | dict():
+            return json.dumps(value, default=_text)
+        case _:
+            return str(value)
+
+
+def _whole(value: object) -> int | None:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _fits(value: str) -> bool:
+    return len(value.encode(errors="surrogatepass")) <= SHORT and value != _DIRECT_REPLY
+
+
+def _short(value: str) -> str:
+    if len(value.encode(errors="surrogatepass")) > SHORT:
+        raise InvalidHeader(
+            f"{value[:40]!r}… is longer than the {SHORT} bytes that AMQP has for an id or a type"
+        )
+    return value
+
+
+def _milliseconds(seconds: float) -> int:
+    """Rounded up, because a message must not come early."""
+    return math.ceil(round(seconds * 1000, 3))
