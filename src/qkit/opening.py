@@ -94,8 +94,7 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
         ) from error
 
     assert settings.url is not None
-    files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
-    ca_file, cert_file, key_file = (None if path is None else str(path) for path in files)
+    ca_file, cert_file, key_file = _tls_files(settings)
     address = Address(
         settings.url.get_secret_value(),
         timeout=settings.send_timeout,
@@ -114,4 +113,36 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
     )
 
 
-_BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {"native": _native, "redis": _redis}
+def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
+    try:
+        from qkit.backends.rabbitmq import RabbitMQBackend
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"aiormq", "pamqp", "yarl"}:
+            raise
+        raise ConfigError(
+            "type 'rabbitmq' needs the RabbitMQ client: pip install 'qkit[rabbitmq]'", cause=error
+        ) from error
+
+    assert settings.url is not None
+    ca_file, cert_file, key_file = _tls_files(settings)
+    return RabbitMQBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        replicas=settings.replicas,
+        timeout=settings.send_timeout,
+        tls_ca_file=ca_file,
+        tls_cert_file=cert_file,
+        tls_key_file=key_file,
+    )
+
+
+def _tls_files(settings: Settings) -> list[str | None]:
+    files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
+    return [None if path is None else str(path) for path in files]
+
+
+_BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {
+    "native": _native,
+    "rabbitmq": _rabbitmq,
+    "redis": _redis,
+}

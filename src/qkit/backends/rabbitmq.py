@@ -1,0 +1,338 @@
+"""The RabbitMQ backend: classic queues, or quorum queues with copies on several nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+
+from pamqp.commands import Basic
+
+from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
+from qkit.backends.rabbit import properties
+from qkit.backends.rabbit.administration import Administration
+from qkit.backends.rabbit.connection import Address, Link
+from qkit.backends.rabbit.delay import LONGEST, Cascade
+from qkit.backends.rabbit.failures import translated
+from qkit.backends.rabbit.properties import USUAL_PRIORITY
+from qkit.backends.rabbit.publishing import Outgoing, Publisher
+from qkit.backends.rabbit.subscription import RabbitSubscription
+from qkit.backends.rabbit.topology import BACKEND, Topology, group_queue
+from qkit.clock import Clock, SystemClock
+from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull, QueueNotFound
+from qkit.matrix import MATRIX
+from qkit.message import GROUP, DeadLetter, Envelope, Sent
+
+__all__ = ["RabbitMQBackend"]
+
+OLDEST_QUORUM = (
+    3,
+    10,
+)  # the first in which a quorum queue's messages expire, and are not lost by it
+
+
+class RabbitMQBackend(Administration):
+    """The whole boundary on RabbitMQ 3.8 or later; quorum queues need 3.10.
+
+    With ``replicas`` above 1 every queue is a quorum queue on so many nodes. ``quorum`` asks for
+    one also with a single copy.
+
+    >>> backend = RabbitMQBackend("amqp://guest:guest@localhost:5672/")
+    >>> backend.capabilities.supports("priority")
+    True
+    """
+
+    name: str = BACKEND
+    capabilities: Capabilities = MATRIX["rabbitmq-classic"]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        clock: Clock | None = None,
+        replicas: int = 1,
+        quorum: bool | None = None,
+        timeout: float = 10.0,
+        tls_ca_file: str | None = None,
+        tls_cert_file: str | None = None,
+        tls_key_file: str | None = None,
+    ) -> None:
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._quorum = replicas > 1 if quorum is None else quorum
+        if self._quorum:
+            self.capabilities = MATRIX["rabbitmq-quorum"]
+        address = Address(
+            url,
+            timeout=timeout,
+            tls_ca_file=tls_ca_file,
+            tls_cert_file=tls_cert_file,
+            tls_key_file=tls_key_file,
+        )
+        self._sending = Link(address, "sending")
+        self._consuming = Link(address, "consuming")
+        self._publisher = Publisher(self._sending)
+        self._topology = Topology(quorum=self._quorum, replicas=replicas)
+        self._cascade = Cascade(self._topology)
+        self._specs: dict[str, QueueSpec] = {}
+        self._groups: dict[str, set[str]] = {}  # of topics, as far as this service knows them
+        self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
+
+    # Backend
+
+    async def start(self) -> None:
+        """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the broker is too old."""
+        async with translated("start"):
+            connection = await self._consuming.connect()
+            self._sending.enable()
+        if self._quorum:
+            version = str(connection.server_properties.get("version", ""))
+            if _version(version) < OLDEST_QUORUM:
+                await self.aclose()
+                raise ConfigError(
+                    f"quorum queues need RabbitMQ 3.10 or later and this is {version}: upgrade "
+                    "it, or set replicas=1",
+                    backend=self.name,
+                    operation="start",
+                )
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists as described.
+
+        Raises ``ConfigError`` that names the difference when it exists with other arguments, and
+        with ``passive`` ``QueueNotFound`` when it does not exist.
+        """
+        known = self._specs.get(spec.name)
+        if known is not None and known.broadcast is not spec.broadcast:
+            kinds = ("a topic", "a queue") if known.broadcast else ("a queue", "a topic")
+            raise ConfigError(
+                f"{spec.name!r} was declared as {kinds[0]} and now as {kinds[1]}",
+                backend=self.name,
+                operation="declare",
+                queue=spec.name,
+            )
+        if spec.replicas > self._topology.replicas:
+            raise ConfigError(
+                f"{spec.replicas} copies were asked for and this backend keeps "
+                f"{self._topology.replicas}: set replicas in the settings",
+                backend=self.name,
+                operation="declare",
+                queue=spec.name,
+            )
+        async with translated("declare", spec.name), self._consuming.control() as channel:
+            if spec.passive and spec.broadcast:
+                await channel.exchange_declare(spec.name, passive=True)
+            elif spec.passive:
+                await channel.queue_declare(spec.name, passive=True)
+            else:
+                await self._topology.declare(channel, spec)
+        self._specs[spec.name] = spec
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Hand messages over in order; what was not accepted is in ``PartialSend``."""
+        spec = self._specs.get(queue)
+        fitting = len(envelopes)
+        if spec is not None and spec.max_depth is not None:
+            fitting = await self._room(spec, len(envelopes))
+        outgoing = [await self._outgoing(queue, spec, item) for item in envelopes[:fitting]]
+        errors = await self._publisher.publish(outgoing) if outgoing else []
+        if not any(errors) and fitting == len(envelopes):
+            return [Sent(item.id) for item in envelopes]
+        if any(isinstance(error, QueueNotFound) for error in errors):
+            self._topology.forget()
+            self._cascade.ready = False
+        results: list[Sent | QueueError] = [
+            error or Sent(item.id) for item, error in zip(envelopes, errors, strict=False)
+        ]
+        results += [self._full(queue, item) for item in envelopes[fitting:]]
+        failed = [item for item in results if isinstance(item, QueueError)]
+        if len(failed) == len(results):
+            raise failed[0]
+        raise PartialSend(
+            f"{len(failed)} of {len(results)} messages were not accepted, the first because "
+            f"{failed[0].message}",
+            results,
+            backend=self.name,
+            operation="publish",
+            queue=queue,
+        )
+
+    async def _outgoing(self, queue: str, spec: QueueSpec | None, envelope: Envelope) -> Outgoing:
+        """Where a message goes: to its queue, to a topic or one of its groups, or to wait first."""
+        now = self._clock.time()
+        topic = spec is not None and spec.broadcast
+        target = queue
+        if topic and GROUP in envelope.headers:
+            headers = dict(envelope.headers)
+            target, topic = group_queue(queue, headers.pop(GROUP)), False
+            envelope = replace(envelope, headers=headers)
+        delay = 0.0 if envelope.not_before is None else envelope.not_before - now
+        facts = properties.encode(
+            envelope,
+            now=now,
+            priority=None if self._quorum else USUAL_PRIORITY,
+            # In the cascade it would expire too early, and without dead letters nobody heard of it.
+            expire=delay <= 0 and spec is not None and spec.dead_letter is not None,
+            due=envelope.not_before if delay > LONGEST else None,
+        )
+        if delay > 0:
+            return await self._delayed(target, facts, envelope.body, delay)
+        exchange = target if topic else ""
+        return Outgoing(target, exchange, target, facts, envelope.body, mandatory=not topic)
+
+    async def _delayed(
+        self, queue: str, facts: Basic.Properties, body: bytes, delay: float
+    ) -> Outgoing:
+        if not self._cascade.ready:
+            await self._prepare_delays(queue)
+        exchange, key = self._cascade.way(queue, delay)
+        return Outgoing(queue, exchange, key, facts, body)
+
+    async def _prepare_delays(self, queue: str) -> None:
+        spec = self._specs.get(queue.partition(":")[0])
+        async with translated("publish", queue), self._consuming.control() as channel:
+            if spec is None or not spec.passive:
+                await self._cascade.declare(channel)
+                return
+            try:
+                await self._cascade.check(channel)
+            except Exception as error:
+                raise ConfigError(
+                    "declare='passive' and this vhost has no qkit.delay: start a service with "
+                    "declare='create' once, or send without a delay",
+                    backend=self.name,
+                    operation="publish",
+                    queue=queue,
+                    cause=error,
+                ) from error
+            self._cascade.ready = True
+
+    async def _send_again(
+        self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
+    ) -> None:
+        """A copy of a message to the queue it came from, confirmed."""
+        if delay > 0:
+            outgoing = await self._delayed(queue, facts, envelope.body, delay)
+        else:
+            outgoing = Outgoing(queue, "", queue, facts, envelope.body)
+        (error,) = await self._publisher.publish([outgoing])
+        if error is not None:
+            self._cascade.ready = self._cascade.ready and not isinstance(error, QueueNotFound)
+            raise error
+
+    async def _room(self, spec: QueueSpec, wanted: int) -> int:
+        """How many messages fit; in the dead letters the oldest make room, and are told of."""
+        assert spec.max_depth is not None
+        if spec.broadcast:
+            return wanted
+        depth = (await self._count(spec.name, "publish")).depth
+        free = max(0, spec.max_depth - depth)
+        if not spec.drop_oldest:
+            return min(wanted, free)
+        for envelope in await self._take_oldest(spec.name, wanted - free):
+            letter = DeadLetter.from_envelope(envelope, channel=spec.name)
+            for callback in self._drop_callbacks:
+                callback(letter)
+        return wanted
+
+    def _full(self, queue: str, envelope: Envelope) -> QueueFull:
+        return QueueFull(
+            "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
+            backend=self.name,
+            operation="publish",
+            queue=queue,
+            message_id=envelope.id,
+        )
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RabbitSubscription]:
+        """Consume a queue, or a topic's group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[RabbitSubscription, None]:
+        declared = self._specs.get(spec.queue)
+        async with translated("subscribe", spec.queue):
+            queue = spec.queue
+            if spec.broadcast:
+                queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
+            subscription = RabbitSubscription(
+                self._consuming,
+                spec,
+                queue,
+                clock=self._clock,
+                send_again=self._send_again,
+                bury=self._bury,
+                copies=self._quorum,
+                max_deliveries=None if declared is None else declared.max_deliveries,
+            )
+            try:
+                await subscription.open()
+            except BaseException:
+                await subscription.leave()
+                raise
+        try:
+            yield subscription
+        finally:
+            leaving = asyncio.ensure_future(subscription.leave())
+            try:
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:
+                await leaving  # what is held must go back, whoever is in a hurry
+                raise
+
+    async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
+        async with self._consuming.control() as channel:
+            if topic.passive:
+                queue = group_queue(topic.name, spec.group)
+                await channel.queue_declare(queue, passive=True)
+            else:
+                await channel.exchange_declare(topic.name, passive=True)
+                queue = await self._topology.declare_group(channel, topic, spec.group)
+        self._groups.setdefault(topic.name, set()).add(spec.group)
+        return queue
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless the broker answers."""
+        await self._consuming.ping()
+
+    async def aclose(self) -> None:
+        """Close channels, then connections; idempotent."""
+        await self._publisher.aclose()
+        await self._sending.aclose()
+        await self._consuming.aclose()
+
+    # DeadLetterSource, DroppedLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each message that a consumer here found expired or crashing.
+
+        What the broker itself takes out of a queue it tells nobody; it is among the dead letters.
+        """
+        self._callbacks.append(callback)
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that this service pushed out by another."""
+        self._drop_callbacks.append(callback)
+
+    async def _bury(self, letter: DeadLetter) -> None:
+        spec = self._specs.get(letter.channel)
+        target = None if spec is None else spec.dead_letter
+        if target is not None:
+            try:
+                await self.publish(target, [letter.to_envelope()])
+            except QueueNotFound:  # somebody deleted it, and a dead letter must not wait for that
+                await self.declare(
+                    self._specs.get(target)
+                    or QueueSpec(name=target, drop_oldest=True, max_depth=10_000)
+                )
+                await self.publish(target, [letter.to_envelope()])
+        for callback in self._callbacks:
+            callback(letter)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    parts = text.split(".")
+    return tuple(int(part) for part in parts[:2] if part.isdigit())
