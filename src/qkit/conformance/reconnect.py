@@ -80,7 +80,7 @@ class Reconnect(Harness):
         (event,) = returns
         assert 0 < event.seconds < 10
 
-    @requires("redelivery")
+    @requires("redelivery", "prefetch")
     async def test_handlers_of_a_broken_subscription_stop_and_their_messages_come_again(
         self, new_backend: NewBackend, serve: Serve, name: str
     ) -> None:
@@ -88,7 +88,7 @@ class Reconnect(Harness):
         called: list[str] = []
         cancelled: list[str] = []
 
-        @consume(name, concurrency=2)
+        @consume(name, concurrency=2, prefetch=5)  # a free slot: a receive is parked and breaks
         async def handle(body: str) -> None:
             called.append(body)
             if len(called) > 2:

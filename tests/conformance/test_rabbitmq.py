@@ -1,0 +1,40 @@
+"""RabbitMQ keeps the contract on a real server, with classic and with quorum queues."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import ClassVar
+
+import pytest_asyncio
+
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.clock import Clock
+from qkit.config import SettingsValues
+from qkit.conformance import MATRIX, Conformance, NewBackend
+
+
+class TestRabbitMQClassic(Conformance):
+    column = MATRIX["rabbitmq-classic"]
+    settings: ClassVar[SettingsValues] = {
+        "type": "rabbitmq",
+        "url": "amqp://localhost/",  # unused: the backends are given
+    }
+
+    @pytest_asyncio.fixture
+    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, clock: Clock, rabbitmq_url: str
+    ) -> AsyncGenerator[NewBackend, None]:
+        yield lambda: RabbitMQBackend(rabbitmq_url, clock=clock)
+
+
+class TestRabbitMQQuorum(Conformance):
+    """On one node: the queues are the same, with one copy."""
+
+    column = MATRIX["rabbitmq-quorum"]
+    settings: ClassVar[SettingsValues] = TestRabbitMQClassic.settings
+
+    @pytest_asyncio.fixture
+    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, clock: Clock, rabbitmq_url: str
+    ) -> AsyncGenerator[NewBackend, None]:
+        yield lambda: RabbitMQBackend(rabbitmq_url, clock=clock, quorum=True)
