@@ -1,0 +1,213 @@
+"""What a network does to a connection: consumers come back (row 12), sends tell the truth (13)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from qkit import QueueError, QueueService, consume
+from tests.support.carriers import Site, behind_a_network, on
+from tests.support.proxy import Proxy
+from tests.support.waiting import eventually
+
+AGAIN = 10.0  # seconds after the network healed in which a consumer must be back
+SEND_TIMEOUT = 2.0
+
+
+def reset(proxy: Proxy) -> None:
+    proxy.reset()
+
+
+def half_close(proxy: Proxy) -> None:
+    proxy.half_close()
+
+
+def refuse(proxy: Proxy) -> None:
+    proxy.refuse()
+    time.sleep(1)
+    proxy.heal()
+
+
+def black_hole(proxy: Proxy) -> None:
+    """Packets get lost for a while; then TCP goes on where it was."""
+    proxy.black_hole()
+    time.sleep(3)
+    proxy.heal()
+
+
+def long_black_hole(proxy: Proxy) -> None:
+    proxy.black_hole()
+    time.sleep(15)
+    proxy.heal()
+
+
+def forgotten_connections(proxy: Proxy) -> None:
+    """As behind a firewall that lost its table: old connections stay silent for ever."""
+    proxy.black_hole()
+    time.sleep(1)
+    proxy.heal(forget=True)
+
+
+FAULTS = [reset, half_close, refuse, black_hole, forgotten_connections]
+Fault = Callable[[Proxy], None]
+
+
+@dataclass
+class Consuming:
+    """A service whose consumer is behind the proxy, and one that sends past it."""
+
+    site: Site
+    proxy: Proxy
+    consumer: QueueService
+    sender: QueueService
+    handled: list[int]
+    busy: bool
+    sent: list[int] = field(default_factory=list)
+
+    async def send(self) -> int:
+        number = len(self.sent)
+        await self.sender.send(self.site.queue, number)
+        self.sent.append(number)
+        return number
+
+    async def proves_itself(self, within: float) -> None:
+        """The broker counts the consumer, and it handles what is sent now."""
+        number = await self.send()
+        deadline = time.monotonic() + within
+        await eventually(lambda: number in self.handled, within)
+        await eventually(self._is_counted, max(0.5, deadline - time.monotonic()))
+        await eventually(lambda: self.consumer.ready, max(0.5, deadline - time.monotonic()))
+
+    async def _is_counted(self) -> bool:
+        return await self.site.consumers() == 1
+
+
+@asynccontextmanager
+async def consuming(site: Site, busy: bool) -> AsyncIterator[Consuming]:
+    """Everything is well when it begins."""
+    assert site.proxy is not None
+    handled: list[int] = []
+
+    @consume(site.queue)
+    async def handle(body: int) -> None:
+        handled.append(body)
+
+    async with (
+        site.service(handle, proxied=True) as consumer,
+        site.service() as sender,
+    ):
+        trial = Consuming(site, site.proxy, consumer, sender, handled, busy)
+        await trial.proves_itself(30)
+        yield trial
+
+
+async def fault_and_recovery(trial: Consuming, fault: Fault) -> None:
+    """The fault falls into a steady stream of messages, or finds the consumer waiting."""
+    healed = asyncio.Event()
+
+    async def stream() -> None:
+        while not healed.is_set():
+            await trial.send()
+            await asyncio.sleep(0.01)
+
+    async with asyncio.TaskGroup() as tasks:
+        if trial.busy:
+            tasks.create_task(stream())
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(fault, trial.proxy)
+        healed.set()
+    await trial.proves_itself(AGAIN)
+    if trial.site.carrier.capabilities.redelivery:
+        await eventually(lambda: set(trial.handled) == set(trial.sent))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@on(behind_a_network)
+async def test_a_busy_consumer_is_back_after(site: Site, fault: Fault) -> None:
+    async with consuming(site, busy=True) as trial:
+        await fault_and_recovery(trial, fault)
+
+
+@pytest.mark.slow
+@on(behind_a_network)
+async def test_a_waiting_consumer_is_back_although_nothing_tells_it(site: Site) -> None:
+    async with consuming(site, busy=False) as trial:
+        await fault_and_recovery(trial, forgotten_connections)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "waiting"])
+@on(behind_a_network)
+async def test_a_consumer_is_back_every_time(site: Site, busy: bool) -> None:
+    async with consuming(site, busy) as trial:
+        for turn in range(10):
+            for fault in (*FAULTS, long_black_hole):
+                print(turn, fault.__name__)
+                await fault_and_recovery(trial, fault)
+
+
+@on(behind_a_network)
+async def test_a_send_into_a_black_hole_fails_in_time_and_what_was_confirmed_is_there(
+    site: Site,
+) -> None:
+    """Many send at once while the hole opens, and each of them is told, in time."""
+    proxy = site.proxy
+    assert proxy is not None
+    confirmed: list[int] = []
+    refused: list[type[QueueError]] = []
+    slowest = 0.0
+    handled: set[int] = set()
+
+    @consume(site.queue)
+    async def handle(body: int) -> None:
+        handled.add(body)
+
+    async def send(number: int) -> None:
+        nonlocal slowest
+        began = time.monotonic()
+        try:
+            await service.send(site.queue, number)
+        except QueueError as error:
+            refused.append(type(error))
+        else:
+            confirmed.append(number)
+        slowest = max(slowest, time.monotonic() - began)
+
+    async with (
+        site.service(handle),
+        site.service(
+            proxied=True, send_timeout=SEND_TIMEOUT, breaker={"recovery_timeout": 1.0}
+        ) as service,
+    ):
+        await send(0)
+        assert confirmed == [0]
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(1, 300):
+                if number == 150:
+                    await asyncio.to_thread(proxy.black_hole)
+                tasks.create_task(send(number))
+                await asyncio.sleep(0.001)
+        assert slowest <= SEND_TIMEOUT + 1
+        assert len(refused) + len(confirmed) == 300
+        assert len(refused) >= 100, "nobody can know of what was sent into the hole"
+        await send(300)  # also one that begins in it
+        assert slowest <= SEND_TIMEOUT + 1
+        assert 300 not in confirmed
+        await asyncio.to_thread(proxy.heal)
+        if site.carrier.capabilities.redelivery:
+            await eventually(lambda: set(confirmed) <= handled)
+
+        async def works_again() -> bool:
+            before = len(confirmed)
+            await send(1_000)
+            return len(confirmed) > before
+
+        await eventually(works_again, AGAIN)
+    print("refused:", {kind.__name__: refused.count(kind) for kind in set(refused)})
