@@ -938,6 +938,24 @@ async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None
         assert not service.ready
 
 
+async def test_a_blocked_loop_is_unhealthy_to_whoever_asks_from_outside(
+    virtual_clock: VirtualClock,
+) -> None:
+    service = make(virtual_clock, Clerk())
+    async with service:
+        await virtual_clock.advance(60)
+        assert service.ready
+        virtual_clock.jump(4.1)  # nothing runs meanwhile
+        health = service.health_check()
+        assert health.status == "unhealthy"
+        assert "the event loop has been blocked" in (health.last_error or "")
+        await virtual_clock.advance(0.1)
+        health = service.health_check()
+        assert (health.status, health.last_error) == ("healthy", None)
+    virtual_clock.jump(60)
+    assert service.health_check().last_error is None, "nothing is blocked after the end"
+
+
 async def test_metrics_count_per_channel_and_in_total(virtual_clock: VirtualClock) -> None:
     @channel("orders")
     class Orders:

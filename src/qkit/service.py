@@ -62,6 +62,7 @@ T = TypeVar("T")
 State = Literal["new", "starting", "running", "stopping", "closed"]
 
 PING_EVERY = 2.0
+STALLED = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
 CLOSE_TIMEOUT = 5.0
 FOREVER = float("inf")
 
@@ -115,6 +116,7 @@ class QueueService:
         self._state: State = "new"
         self._consumers: dict[Consumer, asyncio.Task[None]] = {}
         self._monitor: asyncio.Task[None] | None = None
+        self._turned_at: float | None = None  # when the monitor last had its turn
         self._recurs = True  # pings and lease renewals
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
@@ -442,6 +444,7 @@ class QueueService:
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait({self._monitor})
+            self._turned_at = None
         for consumer in self._consumers:
             consumer.stop()
             consumer.abandon()
@@ -589,20 +592,28 @@ class QueueService:
         return self.health_check().status == "healthy"
 
     def health_check(self) -> Health:
-        """How the service is doing. Costs nothing: the connection is watched in the background."""
+        """How the service is doing. Costs nothing: the connection is watched in the background.
+
+        May be asked from another thread, which hears of a blocked event loop too.
+        """
         tasks = list(self._consumers.items())  # another thread may ask while it changes
         consumers = [consumer.health() for consumer, _ in tasks]
         alive = not any(task.done() for _, task in tasks) and not any(
             consumer.state in ("reconnecting", "starting") for consumer in consumers
         )
         connected = self._connection.state is ConnectionState.CONNECTED
+        still = 0.0 if self._turned_at is None else self._clock.monotonic() - self._turned_at
+        turning = still < STALLED
+        well = self._state == "running" and connected and alive and turning
         return Health(
-            status="healthy" if self._state == "running" and connected and alive else "unhealthy",
+            status="healthy" if well else "unhealthy",
             connection_state=self._connection.state,
             durable=bool(self._backend.capabilities.durable),
             breaker=str(self._breaker.state),
             last_success_at=self._connection.last_success_at,
-            last_error=self._connection.last_error,
+            last_error=self._connection.last_error
+            if turning
+            else f"the event loop has been blocked for {still:.0f} s: a handler may not wait in it",
             disconnected_at=self._connection.disconnected_at,
             consumers=consumers,
         )
@@ -614,7 +625,9 @@ class QueueService:
     async def _watch(self, every: float) -> None:
         """Ask the broker now and then, so that health is true also while nothing is sent."""
         while True:
+            self._turned_at = self._clock.monotonic()
             await asyncio.sleep(every)
+            self._turned_at = self._clock.monotonic()
             try:
                 async with asyncio.timeout(every):
                     await self._backend.ping()
