@@ -29,29 +29,25 @@ class Load:
         self.sender: Worker = site.worker("send", senders=8, settings=SETTINGS)
 
     async def begin(self) -> None:
-        await eventually(lambda: self.consumer.of("ready") and self.sender.of("ready"))
-        await eventually(lambda: len(self.consumer.of("end")) >= 200)
+        await self.consumer.said("end", 200)
         self._memory = [worker.memory() for worker in (self.sender, self.consumer)]
 
-    async def flows(self, within: float = 30.0) -> None:
-        """From now on messages are confirmed, and handled."""
-        now = time.monotonic()
-        deadline = now + within
-        for worker, word in ((self.sender, "sent"), (self.consumer, "end")):
-            await eventually(
-                lambda worker=worker, word=word: worker.of(word) and worker.of(word)[-1].at > now,  # type: ignore[misc]  # bound here
-                max(0.5, deadline - time.monotonic()),
-            )
-
     async def resumes(self) -> None:
-        await self.flows(AGAIN)
+        """Messages are confirmed and handled again, and nothing has piled up."""
+        now = time.monotonic()
+
+        def both() -> bool:
+            sent, handled = self.sender.of("sent"), self.consumer.of("end")
+            return min(sent[-1].at, handled[-1].at) > now
+
+        await eventually(both, AGAIN)
         for worker, before in zip((self.sender, self.consumer), self._memory, strict=True):
             assert worker.memory() < before + ROOM
 
     async def end(self) -> None:
         """Nobody sends any more, and all that was confirmed gets handled."""
         self.sender.signal(signal.SIGTERM)
-        await eventually(lambda: self.sender.exit_code is not None)
+        await self.sender.ended()
         sent = set(self.sender.numbers("sent"))
         await eventually(lambda: sent <= set(self.consumer.numbers("end")), within=60)
         refused = [line.rest[1] for line in self.sender.of("failed")]

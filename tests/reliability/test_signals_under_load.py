@@ -1,4 +1,4 @@
-"""SIGTERM under load: it drains, and nothing is lost or done twice; a second one forces (row 16)."""
+"""SIGTERM under load drains: nothing is lost or done twice. A second one forces (row 16)."""
 
 from __future__ import annotations
 
@@ -39,27 +39,25 @@ async def signal_under_load(site: Site, rounds: int, seed: int) -> None:
             await asyncio.sleep(dice.random() * 0.006)
 
     worker = start()
-    await eventually(lambda: worker.of("ready"))
+    await worker.said("ready")
     async with site.service() as sender:
         loading = asyncio.create_task(load())
         for _ in range(rounds):
-            wanted = dice.randrange(1, 60)
-            await eventually(lambda worker=worker, wanted=wanted: len(worker.of("end")) >= wanted)  # type: ignore[misc]  # bound here
+            await worker.said("end", dice.randrange(1, 60))
             await asyncio.sleep(dice.random() / 20)
             worker.signal(signal.SIGTERM)
             asked_at = time.monotonic()
             last, worker = worker, start()
-            await eventually(lambda last=last: last.exit_code is not None)  # type: ignore[misc]  # bound here
-            assert last.exit_code == 0
+            assert await last.ended() == 0
             assert last.lines[-1].at - asked_at < DEADLINE
-            assert last.numbers("begin") and last.numbers("abandoned") == [0]
+            assert last.numbers("abandoned") == [0]
             assert Counter(last.numbers("begin")) == Counter(last.numbers("end"))
         stopped.set()
         await loading
         await eventually(lambda: sum(len(item.of("end")) for item in workers) >= len(sent))
         await asyncio.sleep(0.3)  # for one that should not come
         worker.signal(signal.SIGTERM)
-        await eventually(lambda: worker.exit_code is not None)
+        assert await worker.ended() == 0
     done = Counter(number for item in workers for number in item.numbers("end"))
     assert done == Counter(sent), "each once, none lost"
     attempts = {line.rest[1] for item in workers for line in item.of("begin")}
@@ -81,17 +79,16 @@ async def test_fifty_signals_under_load(site: Site) -> None:
 @on(redelivers, in_other_processes)
 async def test_a_second_signal_ends_it_and_the_message_goes_to_another(site: Site) -> None:
     stuck = site.worker("serve", hangs=True)
-    await eventually(lambda: stuck.of("ready"))
+    await stuck.said("ready")
     async with site.service() as sender:
         await sender.send(site.queue, {"n": 1, "do": "hang"})
-        await eventually(lambda: stuck.of("begin"))
+        await stuck.said("begin")
         stuck.signal(signal.SIGTERM)
         await asyncio.sleep(0.3)
         assert stuck.exit_code is None, "the first one waits for the handler"
         stuck.signal(signal.SIGTERM)
-        took = await eventually(lambda: stuck.exit_code is not None)
-        assert took <= 2
-        assert (stuck.exit_code, stuck.numbers("abandoned")) == (0, [1])
+        assert await stuck.ended(within=2) == 0
+        assert stuck.numbers("abandoned") == [1]
         other = site.worker("serve")
         await eventually(lambda: other.numbers("end") == [1])
         assert other.of("begin")[0].rest[1] == "1", "no attempt is charged"

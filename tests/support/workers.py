@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually
+
 __all__ = ["Line", "Worker", "Workers"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,6 +77,16 @@ class Worker:
         self.wait(lambda: self.exit_code is not None, within)
         assert self.exit_code is not None
         return self.exit_code
+
+    async def said(self, word: str, count: int = 1, within: float = PATIENCE) -> None:
+        """As ``wait_for``, in a test that goes on meanwhile."""
+        await eventually(lambda: self.exit_code is not None or len(self.of(word)) >= count, within)
+        self.wait_for(word, count)
+
+    async def ended(self, within: float = PATIENCE) -> int:
+        """As ``wait_for_exit``, in a test that goes on meanwhile."""
+        await eventually(lambda: self.exit_code is not None, within)
+        return self.wait_for_exit()
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
