@@ -73,7 +73,7 @@ async def kill_and_restart(site: Site) -> None:
 async def test_a_broker_that_stops_for_a_while(site: Site) -> None:
     load = Load(site)
     await load.begin()
-    await freeze(site, 3)
+    await freeze(site, 2)
     await load.resumes()
     await load.end()
 

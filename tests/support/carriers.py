@@ -269,7 +269,7 @@ class Site:
         return service
 
     def worker(self, role: str, *, proxied: bool = False, **job: object) -> Worker:
-        """A process with a role of ``tests.support.working``; its ``settings`` add to the site's."""
+        """A process with a role of ``tests.support.working``; ``settings`` add to the site's."""
         more = job.pop("settings", {})
         assert isinstance(more, Mapping)
         values = self.values(proxied=proxied, **more)
