@@ -62,6 +62,8 @@ class Carrier:
     settings: Callable[[str], Values]
     server: str | None = None
     shared: bool = True  # another process can reach it
+    queues: bool = True  # it has queues; else every channel is a topic
+    variant: bool = False  # a way to use another carrier, which stands for it in most tests
     owned: bool = False  # a process of its own holds it: native's way to be a server
     consumers: Callable[[Site, str], Awaitable[int]] | None = None
     back_within: float = LEASE
@@ -117,6 +119,14 @@ CARRIERS: Final = (
         server="redis",
         consumers=_parked_on_redis,
     ),
+    Carrier(
+        "redis-list-unreliable",
+        MATRIX["redis-list-unreliable"],
+        lambda address: {"type": "redis", "mode": "list", "url": address, "reliable": False},
+        server="redis",
+        consumers=_parked_on_redis,
+        variant=True,
+    ),
 )
 
 Fits = Callable[[Carrier], object]
@@ -152,7 +162,7 @@ def behind_a_network(carrier: Carrier) -> bool:
     return carrier.server is not None
 
 
-def on(*fits: Fits) -> pytest.MarkDecorator:
+def on(*fits: Fits, variants: bool = False) -> pytest.MarkDecorator:
     """Run a test on each carrier that it fits, with a ``site`` there."""
     return pytest.mark.parametrize(
         "site",
@@ -161,7 +171,7 @@ def on(*fits: Fits) -> pytest.MarkDecorator:
                 carrier, id=carrier.name, marks=[pytest.mark.broker] * bool(carrier.server)
             )
             for carrier in CARRIERS
-            if all(fit(carrier) for fit in fits)
+            if all(fit(carrier) for fit in fits) and (variants or not carrier.variant)
         ],
         indirect=True,
     )
