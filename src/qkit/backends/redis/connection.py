@@ -19,6 +19,9 @@ from qkit.errors import BackendUnavailable
 __all__ = ["Address", "Link"]
 
 FORGOTTEN: Final = "NOSCRIPT"
+# A server that says nothing for so long is gone, or nobody passes its words on. Not the send's own
+# timeout: behind a firewall that forgot them, dead connections must make room soon for new ones.
+PATIENCE: Final = 4.0
 
 
 class Address:
@@ -71,7 +74,7 @@ class Address:
 
     async def wire(self) -> Wire:
         """A connection of one's own."""
-        return Wire(await self.connection(), self.timeout)
+        return Wire(await self.connection(), min(self.timeout, PATIENCE))
 
 
 class Link:

@@ -27,7 +27,6 @@ __all__ = ["RedisSubscription"]
 # Nobody depends on it to hear of a message: it is for what happens by itself, a lease that ends or
 # a delay that is over, while whoever knew of it is busy. Retries may be a second late.
 SAFETY: Final = 1.0
-PATIENCE: Final = 5.0  # beyond the end of its wait a parked connection that says nothing is dead
 MOST: Final = 1_000  # messages in one claim or acknowledgement
 FAREWELL: Final = 2.0  # to wake a parked command; then its connection is hung up
 
@@ -79,7 +78,7 @@ class RedisSubscription:
 
     async def open(self) -> None:
         """Connect; the parking connection must be known by its number to be woken."""
-        self._parker = Wire(await self._link.address.connection(), PATIENCE)
+        self._parker = await self._link.address.wire()
         self._parker_id = int(await self._parker.call("CLIENT", "ID"))
 
     # Receive
