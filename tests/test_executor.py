@@ -655,6 +655,8 @@ async def test_a_message_that_expired_on_the_way_is_not_handled(clock, batch_siz
         assert failures(service, "orders") == (0, 1, 1)
     assert letter.id == "late"
     assert letter.headers["qkit-dead-reason"] == "TTLExpired"
+    assert letter.headers["qkit-dead-error-type"] == "TimeToLiveExpired"
+    assert letter.headers["qkit-dead-attempts"] == "0", "no handler saw it"
     assert len(calls) == 1
 
 
@@ -668,6 +670,7 @@ async def test_a_message_delivered_too_often_is_buried_without_another_try(clock
     assert letter.id == "killer"
     assert letter.headers["qkit-dead-reason"] == "MaxRetriesExceeded"
     assert "delivered 3 times and never settled" in letter.headers["qkit-dead-error"]
+    assert letter.headers["qkit-dead-attempts"] == "3"
     assert calls == [{}]
 
 

@@ -30,7 +30,7 @@ from qkit.errors import (
     Retry,
     Unavailable,
 )
-from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason
+from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
 from qkit.registry import Handler
 from qkit.retry import RetryPolicy
 from qkit.signatures import MISSING, ParamMetadata
@@ -55,10 +55,11 @@ class RetryLater:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The failure is final."""
+    """The failure is final; ``called`` says whether this delivery reached the handler."""
 
     reason: Reason
     error: Exception | None
+    called: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,8 @@ class Executor:
     def _refuse(self, envelope: Envelope) -> Outcome | None:
         """What is decided before the handler runs: expired, or delivered too often."""
         if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
-            return Dead(Reason.TTL_EXPIRED, None)
+            late = TimeToLiveExpired("the message was not handled within its time to live")
+            return Dead(Reason.TTL_EXPIRED, late, called=False)
         if envelope.attempt > self.policy.max_attempts:
             return Dead(
                 Reason.MAX_RETRIES_EXCEEDED,
@@ -223,6 +225,7 @@ class Executor:
                     f"delivered {envelope.attempt - 1} times and never settled: its handler may "
                     "kill the worker"
                 ),
+                called=False,
             )
         return None
 

@@ -27,9 +27,11 @@ __all__ = [
     "TRACEPARENT",
     "DeadLetter",
     "Envelope",
+    "LeaseExpired",
     "Message",
     "Reason",
     "Sent",
+    "TimeToLiveExpired",
     "check_headers",
     "check_name",
     "error_text",
@@ -138,6 +140,14 @@ class Reason(StrEnum):
     UNDECODABLE = "Undecodable"
 
 
+class LeaseExpired(Exception):
+    """The last delivery that was allowed ended without an answer. Recorded, never raised."""
+
+
+class TimeToLiveExpired(Exception):
+    """The message was not handled within its time to live. Recorded, never raised."""
+
+
 _DEAD_CHANNEL = "qkit-dead-channel"
 _DEAD_REASON = "qkit-dead-reason"
 _DEAD_ERROR_TYPE = "qkit-dead-error-type"
@@ -186,8 +196,12 @@ class DeadLetter:
         at: float,
         error: BaseException | None = None,
         group: str | None = None,
+        called: bool = True,
     ) -> DeadLetter:
-        """The record of ``envelope``'s final failure at the wall time ``at``."""
+        """The record of ``envelope``'s final failure at the wall time ``at``.
+
+        Without ``called`` its last delivery reached no handler, and is no attempt.
+        """
         headers = dict(envelope.headers)
         first = _number(headers.pop(FIRST_FAILED_AT, None), at)
         headers.pop(GROUP, None)
@@ -198,7 +212,7 @@ class DeadLetter:
             reason=reason,
             error_type=type(error).__qualname__ if error is not None else None,
             error=error_text(error) if error is not None else None,
-            attempts=envelope.attempt,
+            attempts=envelope.attempt - (not called),
             first_failed_at=first,
             last_failed_at=at,
             trace_id=trace_id(headers),

@@ -164,6 +164,7 @@ class Settlement:
             reason=outcome.reason,
             error=outcome.error,
             at=self._clock.time(),
+            called=outcome.called,
         )
         if self._write is not None:
             written = await self._written(self._write, letter, delivery, over)
