@@ -7,7 +7,7 @@ import contextlib
 import random
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
@@ -42,6 +42,7 @@ from qkit.errors import (
 )
 from qkit.message import DeadLetter, Envelope, Reason, new_id
 from qkit.opening import open_backend
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -141,6 +142,91 @@ async def test_a_foreign_message_that_kills_its_consumer_is_counted(
     assert letter.error_type == "LeaseExpired"
     (kept,) = await backend.peek(f"{name}.dlq", 10)
     assert DeadLetter.from_envelope(kept) == letter
+
+
+async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name, broadcast=True))
+    await raw.rpush(name, b"before any group")
+    one, two = spec(name, group="one", broadcast=True), spec(name, group="two", broadcast=True)
+    async with backend.subscribe(one) as first:
+        waiting = asyncio.ensure_future(take(first, 2))  # parked: nobody tells it of the push
+        await asyncio.sleep(0.1)
+        await raw.rpush(name, b"for one", b"for one too")
+        assert [item.envelope.body for item in await waiting] == [b"for one", b"for one too"]
+        async with backend.subscribe(two) as second:
+            await raw.rpush(name, b"for both")
+            found = [*await take(first), *await take(second)]
+            assert [item.envelope.body for item in found] == [b"for both"] * 2
+            assert len({item.envelope.id for item in found}) == 1
+            await raw.rpush(name, b"looked at")
+            assert [item.body for item in await backend.peek(name, 10)] == [b"looked at"] * 2
+    assert await raw.llen(name) == 0
+
+
+async def test_a_list_that_another_program_made_is_found_and_consumed(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await raw.rpush(name, b"theirs")
+    await backend.declare(QueueSpec(name=name, passive=True))
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert delivery.envelope.body == b"theirs"
+        await subscription.ack(delivery)
+    await backend.declare(QueueSpec(name=name, passive=True))  # it is known also when it is empty
+    with pytest.raises(ConfigError, match="as a queue"):
+        await backend.declare(QueueSpec(name=name, broadcast=True, passive=True))
+
+
+async def test_the_server_counts_the_consumers(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
+
+    async def consumers(queue: str) -> int | None:
+        return (await backend.stats(queue)).consumers
+
+    assert await consumers(name) == 0
+    topic = f"{name}-topic"
+    async with (
+        backend.subscribe(spec(name)),
+        backend.subscribe(spec(topic, group="one", broadcast=True)),
+        backend.subscribe(spec(topic, group="two", broadcast=True)),
+    ):
+        assert (await consumers(name), await consumers(topic)) == (1, 2)
+        async with backend.subscribe(spec(name)):
+            assert await consumers(name) == 2
+    await eventually(lambda: _is(consumers(name), 0))
+
+
+async def _is(asked: Awaitable[object], wanted: object) -> bool:
+    return await asked == wanted
+
+
+async def test_a_delayed_message_is_before_nobody(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    later = SystemClock().time() + 60
+
+    async def positions(*messages: Envelope) -> list[int | None]:
+        return [sent.position for sent in await backend.publish(name, messages)]
+
+    assert await positions(Envelope("late", b"x", not_before=later)) == [None]
+    assert await positions(Envelope("a", b"x")) == [0]
+    assert await positions(Envelope("b", b"x", priority=9)) == [0]
+    await backend.purge(name)
+    assert await positions(Envelope("late", b"x", not_before=later), Envelope("c", b"x")) == [
+        None,
+        0,
+    ]
+    await backend.purge(name)
+    await positions(Envelope("late", b"x", not_before=later))
+    assert await raw.lpop(name) is not None  # another program takes it
+    assert await positions(Envelope("d", b"x")) == [0]
+    assert (await backend.stats(name)).depth == 1
 
 
 async def test_a_person_can_read_what_qkit_sent(

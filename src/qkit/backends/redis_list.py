@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
-from qkit.backends.redis import frame, scripts
+from qkit.backends.redis import frame, scripts, upkeep
 from qkit.backends.redis.connection import Address, Link
 from qkit.backends.redis.failures import BACKEND, translated
+from qkit.backends.redis.lua import Script
 from qkit.backends.redis.place import Place
-from qkit.backends.redis.scripts import Script
 from qkit.backends.redis.subscription import RedisSubscription
 from qkit.backends.redis.unreliable import UnreliableSubscription
 from qkit.clock import Clock, SystemClock
@@ -89,31 +89,17 @@ class RedisListBackend:
         Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
         ``QueueNotFound`` when it does not exist.
         """
-        place = Place.of(spec.name)
         with translated("declare", spec.name):
-            if spec.passive:
-                if not await self.link.command("EXISTS", place.keys[0]):
-                    raise _not_found(spec.name, "declare")
-                return
             if spec.replicas > self._replicas:
                 await self._check_replicas(spec.replicas)
                 self._replicas = spec.replicas
-            limits: dict[str, object] = {
-                "max_depth": spec.max_depth,
-                "max_priority": spec.max_priority,
-                "max_deliveries": spec.max_deliveries,
-                "dead_letter": spec.dead_letter,
-                "drop_oldest": 1 if spec.drop_oldest else None,
-            }
-            fields = [
-                word
-                for field, value in limits.items()
-                if value is not None
-                for word in (field, value)
-            ]
             kind = "topic" if spec.broadcast else "queue"
-            await self.link.command("SADD", QUEUES, spec.name)
-            found = await self._run(scripts.DECLARE, place, kind, *fields)
+            told = [] if spec.passive else [kind, *_limits(spec)]
+            if not spec.passive:
+                await self.link.command("SADD", QUEUES, spec.name)
+            found = await self._run(scripts.DECLARE, Place.of(spec.name), *told)
+        if found is None:
+            raise _not_found(spec.name, "declare")
         if found.decode() != kind:
             raise ConfigError(
                 f"{spec.name!r} was declared as a {found.decode()} and now as a {kind}: declare "
@@ -248,13 +234,11 @@ class RedisListBackend:
     async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
         place = Place.of(spec.queue)
-        kind, most = await self.link.command("HMGET", place.keys[0], "kind", "max_deliveries")
-        if kind is None:
+        joined = await self._run(scripts.JOIN, place, spec.group)
+        if joined is None:
             raise _not_found(spec.queue, "subscribe")
-        if kind == b"topic":
-            await self.link.command("SADD", f"{place.base}:groups", spec.group)
-            place = place.of_group(spec.group)
-        return place, None if most is None else int(most)
+        kind, *most = joined
+        return place.of_group(spec.group) if kind == b"topic" else place, most[0] if most else None
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
@@ -292,12 +276,28 @@ class RedisListBackend:
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
-        ready, held, scheduled = await self._ask(scripts.STATS, queue, "stats")
-        return QueueStats(queue=queue, depth=ready, in_flight=held, scheduled=scheduled)
+        ready, held, scheduled = await self._ask(upkeep.STATS, queue, "stats")
+        return QueueStats(
+            queue=queue,
+            depth=ready,
+            in_flight=held,
+            scheduled=scheduled,
+            consumers=await self._consumers(queue),
+        )
+
+    async def _consumers(self, queue: str) -> int | None:
+        """How many subscriptions the server has a connection of, by the names they gave it."""
+        try:
+            with translated("stats", queue):
+                clients: bytes = await self.link.command("CLIENT", "LIST", "TYPE", "normal")
+        except ConfigError:  # this user may not ask
+            return None
+        name = re.escape(Place.of(queue).client)
+        return len(re.findall(rf" name={name}[: ]".encode(), clients))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
         """The next messages in order of delivery, delayed ones last."""
-        found = await self._ask(scripts.PEEK, queue, "peek", limit)
+        found = await self._ask(upkeep.PEEK, queue, "peek", limit)
         envelopes: list[Envelope] = []
         for at in range(0, len(found), 2):
             envelope, _ = frame.decode(found[at + 1])
@@ -308,19 +308,19 @@ class RedisListBackend:
 
     async def purge(self, queue: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return int(await self._ask(scripts.PURGE, queue, "purge"))
+        return int(await self._ask(upkeep.PURGE, queue, "purge"))
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
         gone = 0
         for at in range(0, len(ids), BATCH):
             some = [frame.wire_id(id) for id in ids[at : at + BATCH]]
-            gone += int(await self._ask(scripts.REMOVE, queue, "remove", *some))
+            gone += int(await self._ask(upkeep.REMOVE, queue, "remove", *some))
         return gone
 
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
-        await self._ask(scripts.DELETE, queue, "delete")
+        await self._ask(upkeep.DELETE, queue, "delete")
         with translated("delete", queue):
             await self.link.command("SREM", QUEUES, queue)
 
@@ -364,6 +364,19 @@ class RedisListBackend:
         letter = DeadLetter.from_envelope(frame.decode(content)[0], channel=queue)
         for callback in self._drop_callbacks:
             callback(letter)
+
+
+def _limits(spec: QueueSpec) -> list[str | int]:
+    """What the declaration notes, as fields and values; what is unset stays as it is."""
+    limits: dict[str, str | int | None] = {
+        "max_depth": spec.max_depth,
+        "max_priority": spec.max_priority,
+        "max_deliveries": spec.max_deliveries,
+        "dead_letter": spec.dead_letter,
+        "drop_oldest": 1 if spec.drop_oldest else None,
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    return [word for field in given.items() for word in field]
 
 
 def _is_plain(envelope: Envelope) -> bool:

@@ -12,7 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from qkit.backends.redis.failures import BACKEND, translated
-from qkit.backends.redis.scripts import Script
+from qkit.backends.redis.lua import Script
 from qkit.backends.redis.wire import Reply, Wire, Word
 from qkit.errors import BackendUnavailable
 

@@ -32,6 +32,15 @@ class Place(NamedTuple):
         return Place(self.queue, base, base, group)
 
     @property
+    def client(self) -> str:
+        """How a consumer's connection is called on the server, which counts consumers by that.
+
+        >>> Place.of("prices").of_group("mail").client
+        'qkit:prices:mail'
+        """
+        return f"qkit:{self.queue}" if self.group is None else f"qkit:{self.queue}:{self.group}"
+
+    @property
     def keys(self) -> tuple[str, str]:
         """The declaration and the ingress list."""
         return f"{{{self.queue}}}:meta", self.ingress

@@ -79,7 +79,12 @@ class RedisSubscription:
     async def open(self) -> None:
         """Connect; the parking connection must be known by its number to be woken."""
         self._parker = await self._link.address.wire()
-        self._parker_id = int(await self._parker.call("CLIENT", "ID"))
+        number, _ = await self._parker.call_all(
+            [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._place.client)]
+        )
+        if isinstance(number, Exception):
+            raise number
+        self._parker_id = int(number)  # a name that was refused only leaves it uncounted
 
     # Receive
 
