@@ -1,0 +1,111 @@
+"""A tour through all that qkit does on a Redis server, for servers of another kind or version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
+from qkit.backends.redis.connection import Address
+from qkit.backends.redis_list import RedisListBackend
+from qkit.backends.redis_pubsub import RedisPubSubBackend
+from qkit.clock import SystemClock
+from qkit.message import Envelope
+
+__all__ = ["tour"]
+
+
+async def tour(address: Address, name: str) -> None:
+    """Send, consume, settle, bury, look and delete; the queues' names begin with ``name``."""
+    await _lists(address, name)
+    await _without_leases(address, name)
+    await _pubsub(address, f"{name}-heard")
+
+
+async def _lists(address: Address, name: str) -> None:
+    backend = RedisListBackend(address)
+    await backend.start()
+    letters, topic, later = f"{name}.dlq", f"{name}-topic", SystemClock().time() + 0.2
+    await backend.declare(QueueSpec(name=letters, max_depth=2, drop_oldest=True))
+    await backend.declare(QueueSpec(name=name, max_deliveries=1, dead_letter=letters))
+    await backend.declare(QueueSpec(name=name, passive=True))
+    await backend.publish(name, [Envelope("plain", b"x")])
+    await backend.publish(
+        name,
+        [
+            Envelope("urgent", b"x", {"a": "b"}, priority=9),
+            Envelope("late", b"x", not_before=later),
+        ],
+    )
+    async with backend.subscribe(_spec(name)) as subscription:
+        found = await _take(subscription, 3)
+        assert [item.envelope.id for item in found] == ["urgent", "plain", "late"]
+        await subscription.extend(found[0], 5.0)
+        await subscription.ack_many(found[:1])
+        await subscription.release(found[1], 0.0)
+        await subscription.release(found[2], 0.05)
+        for item in await _take(subscription, 2):
+            await subscription.ack(item)
+    await backend.publish(name, [Envelope("fatal", b"x"), Envelope("old", b"x", expires_at=1.0)])
+    async with backend.subscribe(_spec(name, ack_deadline=0.05)) as subscription:
+        (held,) = await _take(subscription)
+        assert held.envelope.id == "fatal"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while len(await backend.peek(letters, 10)) < 2:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.2):
+                            assert await subscription.receive(1) == []
+    assert sorted(item.id for item in await backend.peek(letters, 10)) == ["fatal", "old"]
+    await backend.publish(letters, [Envelope("one more", b"x", priority=1)])
+    assert await backend.remove(letters, ["one more"]) == 1
+    assert await backend.purge(letters) == 1
+    await backend.declare(QueueSpec(name=topic, broadcast=True))
+    async with (
+        backend.subscribe(_spec(topic, group="one")) as one,
+        backend.subscribe(_spec(topic, group="two")) as two,
+    ):
+        await backend.publish(topic, [Envelope("copy", b"x")])
+        assert [item.envelope.id for item in [*await _take(one), *await _take(two)]] == ["copy"] * 2
+        assert (await backend.stats(topic)).in_flight == 2
+    assert {name, letters, topic} <= set(await backend.queues())
+    for queue in (name, letters, topic):
+        await backend.delete(queue)
+    await backend.aclose()
+
+
+async def _without_leases(address: Address, name: str) -> None:
+    backend = RedisListBackend(address, reliable=False)
+    await backend.start()
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(_spec(name)) as subscription:
+        (delivery,) = await _take(subscription)
+        await subscription.release(delivery, 0.0)
+        await subscription.ack((await _take(subscription))[0])
+    await backend.delete(name)
+    await backend.aclose()
+
+
+async def _pubsub(address: Address, name: str) -> None:
+    backend = RedisPubSubBackend(address)
+    await backend.start()
+    await backend.declare(QueueSpec(name=name, broadcast=True))
+    async with backend.subscribe(_spec(name, broadcast=True)) as subscription:
+        await backend.publish(name, [Envelope("a", b"x"), Envelope("b", b"y")])
+        assert [item.envelope.id for item in await _take(subscription, 2)] == ["a", "b"]
+    await backend.aclose()
+
+
+def _spec(name: str, **options: Any) -> SubscriptionSpec:
+    values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 10, **options}
+    return SubscriptionSpec(queue=name, **values)
+
+
+async def _take(subscription: Any, count: int = 1) -> list[Delivery]:
+    found: list[Delivery] = []
+    async with asyncio.timeout(20):
+        while len(found) < count:
+            found += await subscription.receive(count - len(found))
+    return found
