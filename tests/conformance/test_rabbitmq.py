@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import ClassVar
 
 import pytest_asyncio
@@ -11,6 +12,19 @@ from qkit.backends.rabbitmq import RabbitMQBackend
 from qkit.clock import Clock
 from qkit.config import SettingsValues
 from qkit.conformance import MATRIX, Conformance, NewBackend
+from tests.support.rabbitmq import delete_declared
+
+
+@asynccontextmanager
+async def _backends(url: str, clock: Clock, *, quorum: bool = False) -> AsyncIterator[NewBackend]:
+    made: list[RabbitMQBackend] = []
+
+    def new_backend() -> RabbitMQBackend:
+        made.append(RabbitMQBackend(url, clock=clock, quorum=quorum))
+        return made[-1]
+
+    yield new_backend
+    await delete_declared(url, made)
 
 
 class TestRabbitMQClassic(Conformance):
@@ -24,7 +38,8 @@ class TestRabbitMQClassic(Conformance):
     async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
         self, clock: Clock, rabbitmq_url: str
     ) -> AsyncGenerator[NewBackend, None]:
-        yield lambda: RabbitMQBackend(rabbitmq_url, clock=clock)
+        async with _backends(rabbitmq_url, clock) as new_backend:
+            yield new_backend
 
 
 class TestRabbitMQQuorum(Conformance):
@@ -37,4 +52,5 @@ class TestRabbitMQQuorum(Conformance):
     async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
         self, clock: Clock, rabbitmq_url: str
     ) -> AsyncGenerator[NewBackend, None]:
-        yield lambda: RabbitMQBackend(rabbitmq_url, clock=clock, quorum=True)
+        async with _backends(rabbitmq_url, clock, quorum=True) as new_backend:
+            yield new_backend

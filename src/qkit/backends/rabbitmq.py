@@ -135,7 +135,10 @@ class RabbitMQBackend(Administration):
         fitting = len(envelopes)
         if spec is not None and spec.max_depth is not None:
             fitting = await self._room(spec, len(envelopes))
-        outgoing = [await self._outgoing(queue, spec, item) for item in envelopes[:fitting]]
+        if not self._cascade.ready and any(item.not_before is not None for item in envelopes):
+            await self._prepare_delays(queue, spec)
+        now = self._clock.time()
+        outgoing = [self._outgoing(queue, spec, item, now) for item in envelopes[:fitting]]
         errors = await self._publisher.publish(outgoing) if outgoing else []
         if not any(errors) and fitting == len(envelopes):
             return [Sent(item.id) for item in envelopes]
@@ -158,9 +161,10 @@ class RabbitMQBackend(Administration):
             queue=queue,
         )
 
-    async def _outgoing(self, queue: str, spec: QueueSpec | None, envelope: Envelope) -> Outgoing:
+    def _outgoing(
+        self, queue: str, spec: QueueSpec | None, envelope: Envelope, now: float
+    ) -> Outgoing:
         """Where a message goes: to its queue, to a topic or one of its groups, or to wait first."""
-        now = self._clock.time()
         topic = spec is not None and spec.broadcast
         target = queue
         if topic and GROUP in envelope.headers:
@@ -177,20 +181,11 @@ class RabbitMQBackend(Administration):
             due=envelope.not_before if delay > LONGEST else None,
         )
         if delay > 0:
-            return await self._delayed(target, facts, envelope.body, delay)
+            return Outgoing(target, *self._cascade.way(target, delay), facts, envelope.body)
         exchange = target if topic else ""
         return Outgoing(target, exchange, target, facts, envelope.body, mandatory=not topic)
 
-    async def _delayed(
-        self, queue: str, facts: Basic.Properties, body: bytes, delay: float
-    ) -> Outgoing:
-        if not self._cascade.ready:
-            await self._prepare_delays(queue)
-        exchange, key = self._cascade.way(queue, delay)
-        return Outgoing(queue, exchange, key, facts, body)
-
-    async def _prepare_delays(self, queue: str) -> None:
-        spec = self._specs.get(queue.partition(":")[0])
+    async def _prepare_delays(self, queue: str, spec: QueueSpec | None) -> None:
         async with translated("publish", queue), self._consuming.control() as channel:
             if spec is None or not spec.passive:
                 await self._cascade.declare(channel)
@@ -212,10 +207,12 @@ class RabbitMQBackend(Administration):
         self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
     ) -> None:
         """A copy of a message to the queue it came from, confirmed."""
+        exchange, key = "", queue
         if delay > 0:
-            outgoing = await self._delayed(queue, facts, envelope.body, delay)
-        else:
-            outgoing = Outgoing(queue, "", queue, facts, envelope.body)
+            if not self._cascade.ready:
+                await self._prepare_delays(queue, self._specs.get(queue.partition(":")[0]))
+            exchange, key = self._cascade.way(queue, delay)
+        outgoing = Outgoing(queue, exchange, key, facts, envelope.body)
         (error,) = await self._publisher.publish([outgoing])
         if error is not None:
             self._cascade.ready = self._cascade.ready and not isinstance(error, QueueNotFound)
@@ -296,6 +293,7 @@ class RabbitMQBackend(Administration):
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the broker answers."""
+        self._sending.ping_soon()
         await self._consuming.ping()
 
     async def aclose(self) -> None:

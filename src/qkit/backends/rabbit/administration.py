@@ -95,7 +95,7 @@ class Administration:
             async with translated("remove", queue), self._consuming.own_channel() as channel:
                 kept: list[DeliveredMessage] = []
                 while wanted.total() and (message := await _get(channel, name)) is not None:
-                    id = message.header.properties.message_id or ""
+                    id = properties.message_id(message.header.properties, message.body)
                     if wanted[id]:
                         wanted[id] -= 1
                         gone += 1

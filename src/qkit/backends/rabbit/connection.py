@@ -177,10 +177,18 @@ class Link:
 
         The question goes on when the asking is cancelled: it decides about the connection.
         """
+        await asyncio.shield(self._probing())
+
+    def ping_soon(self) -> None:
+        """The same for a connection that nobody waits for, if there is one."""
+        if self._connection is not None and self._connection.is_opened:
+            self._probing()
+
+    def _probing(self) -> asyncio.Task[None]:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._ask(), name=f"qkit {self._purpose} ping")
             self._probe.add_done_callback(_retrieve)
-        await asyncio.shield(self._probe)
+        return self._probe
 
     async def _ask(self) -> None:
         async with translated("ping"):
@@ -195,12 +203,25 @@ class Link:
             finally:
                 answer.cancel()
                 answer.add_done_callback(_retrieve)
-            self._abort()
+            if not self._blocked():
+                self._abort()
             raise TimeoutError("no answer")
 
     async def _round_trip(self) -> None:
         async with self.control() as channel:
             await channel.exchange_declare("amq.direct", passive=True)
+
+    def _blocked(self) -> bool:
+        """Whether the broker has said that it reads nothing more from here: it lacks memory."""
+        if self._connection is None:
+            return False
+        ready = self._connection.ready()
+        try:
+            ready.send(None)  # it returns at once, or waits
+        except StopIteration:
+            return False
+        ready.close()
+        return True
 
     def _abort(self) -> None:
         """Hang up without a word; everybody who waits on the connection hears of it."""

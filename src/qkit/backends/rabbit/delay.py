@@ -62,11 +62,11 @@ class Cascade:
 
     def _arguments(self, number: int, below: str) -> dict[str, Any]:
         arguments: dict[str, Any] = {
+            **self._topology.kind(),
             "x-message-ttl": round(UNIT * 1000) * 2**number,
             "x-dead-letter-exchange": below,
         }
         if self._topology.quorum:
-            arguments |= self._topology.quorum_arguments()
             arguments["x-dead-letter-strategy"] = "at-least-once"
             arguments["x-overflow"] = "reject-publish"
         return arguments

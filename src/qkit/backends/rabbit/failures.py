@@ -32,6 +32,7 @@ DRIVER_ERRORS: Final = (
     EOFError,
     RuntimeError,  # the driver's word for a connection that was closed
     ValueError,  # and for a name or number that AMQP cannot carry
+    TypeError,
 )
 
 _DIFFERENCE: Final = re.compile(
@@ -95,7 +96,7 @@ def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
             return ConfigError, "whoever answers there does not speak AMQP 0-9-1: check the url"
         case exceptions.MethodNotImplemented():
             return ConfigError, f"this RabbitMQ is too old: {said}"
-        case ValueError() | PAMQPException():
+        case ValueError() | TypeError() | PAMQPException():
             return QueueError, f"AMQP cannot carry this: {said}"
         case TimeoutError():
             return BackendUnavailable, "RabbitMQ did not answer in time"

@@ -7,12 +7,12 @@ the same way, and goes back as it came.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, cast
-from uuid import uuid4
 
 from pamqp.commands import Basic
 
@@ -20,7 +20,15 @@ from qkit.errors import InvalidHeader
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, DeadLetter, Envelope, Reason
 from qkit.native.dead import TimeToLiveExpired
 
-__all__ = ["as_dead_letter", "decode", "deliveries", "encode", "encode_again", "not_before"]
+__all__ = [
+    "as_dead_letter",
+    "decode",
+    "deliveries",
+    "encode",
+    "encode_again",
+    "message_id",
+    "not_before",
+]
 
 Table = Mapping[str, Any]  # AMQP's headers have types of their own
 
@@ -117,7 +125,7 @@ def encode_again(
 def decode(properties: Basic.Properties, body: bytes) -> Envelope:
     """The message, ``attempt`` as the deliveries that were written down."""
     envelope = Envelope(
-        properties.message_id or f"foreign-{uuid4().hex}",
+        message_id(properties, body),
         body,
         priority=properties.priority,
         attempt=0,
@@ -138,6 +146,17 @@ def decode(properties: Basic.Properties, body: bytes) -> Envelope:
         if lifetime is not None:
             envelope.expires_at = properties.timestamp.timestamp() + lifetime / 1000
     return envelope
+
+
+def message_id(properties: Basic.Properties, body: bytes) -> str:
+    """The message's id; of one that another program sent without, what it is made of.
+
+    So it stays the same however often the message is looked at. Messages that are alike share it.
+    """
+    if properties.message_id:
+        return properties.message_id
+    sent = str(properties.timestamp or "").encode()
+    return f"foreign-{hashlib.sha256(sent + body).hexdigest()[:32]}"
 
 
 def deliveries(properties: Basic.Properties) -> int:
@@ -175,7 +194,7 @@ def as_dead_letter(envelope: Envelope, properties: Basic.Properties, *, ignored:
             dict(envelope.headers),
             envelope.key,
             envelope.priority,
-            attempt=envelope.attempt + deliveries(properties) + rejected,
+            attempt=envelope.attempt + rejected,
         ),
         channel=channel,
         group=group or None,
@@ -242,7 +261,7 @@ def _write_headers(
         if attribute and value and name not in before and _fits(value):
             setattr(properties, attribute, value)
         elif name in before and _text(before[name]) == value:
-            table[name] = before[name]
+            table[name] = _encodable(before[name])
         else:
             table[_carried(name)] = value
 
@@ -286,6 +305,20 @@ def _text(value: object) -> str:
             return json.dumps(value, default=_text)
         case _:
             return str(value)
+
+
+def _encodable(value: object) -> object:
+    """A value that the driver read, as it can write it."""
+    match value:
+        case bytes():
+            return bytearray(value)
+        case list():
+            return [_encodable(item) for item in cast("list[object]", value)]
+        case dict():
+            table = cast("dict[str, object]", value)
+            return {name: _encodable(item) for name, item in table.items()}
+        case _:
+            return value
 
 
 def _whole(value: object) -> int | None:

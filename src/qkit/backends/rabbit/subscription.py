@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
+from uuid import uuid4
 
 from aiormq import Channel
 from aiormq.abc import DeliveredMessage
@@ -17,7 +18,7 @@ from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.rabbit import properties
 from qkit.backends.rabbit.acks import Acks
 from qkit.backends.rabbit.connection import Link, close
-from qkit.backends.rabbit.failures import DRIVER_ERRORS, error_of, translated
+from qkit.backends.rabbit.failures import DRIVER_ERRORS, error_of
 from qkit.backends.rabbit.topology import BACKEND
 from qkit.clock import Clock
 from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
@@ -105,7 +106,9 @@ class RabbitSubscription:
 
     async def _consume(self) -> None:
         assert self._channel is not None
-        answer = await self._channel.basic_consume(self._queue, self._deliver)
+        answer = await self._channel.basic_consume(
+            self._queue, self._deliver, consumer_tag=f"{self._spec.consumer}.{uuid4().hex[:8]}"
+        )
         self._tag = answer.consumer_tag
 
     # In the driver's callbacks: nothing but taking note
@@ -158,9 +161,8 @@ class RabbitSubscription:
                     raise self._lost
                 if self._waiting and (found := self._take(limit)):
                     return found
-                if self._tag is None:
-                    await self._resume()
-                    continue
+                if self._tag is None and not self._changing.locked():
+                    self._spawn(self._resume())
                 self._arrived.clear()
                 await self._arrived.wait()
             return []
@@ -208,14 +210,19 @@ class RabbitSubscription:
     async def _suspend(self) -> None:
         async with self._changing:
             await self._cancel_consumer()
-            if not self._receivers:
-                await self._return_waiting()
+            await self._return_waiting()
+        if self._receivers:
+            await self._resume()
 
     async def _resume(self) -> None:
         async with self._changing:
-            if self._tag is None and not self._stopped and self._lost is None:
-                async with translated("receive", self._spec.queue):
+            if self._tag is not None or self._stopped or self._lost is not None:
+                return
+            try:
+                async with asyncio.timeout(self._link.address.timeout):
                     await self._consume()
+            except DRIVER_ERRORS as error:
+                self._lose(error_of(error, "receive").message, error)
 
     # What never reaches a handler
 

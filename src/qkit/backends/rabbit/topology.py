@@ -25,6 +25,8 @@ KEPT_LOST: Final = 10_000
 LEVELS: Final = 26
 LONGEST_NAME: Final = 255  # bytes, of queues, exchanges and keys
 ANY_DELAY: Final = "*." * LEVELS
+CLASSIC: Final = {"x-queue-type": "classic"}  # a vhost may have another default
+NO_LIMIT: Final = 1_000_000_000
 
 
 def group_queue(topic: str, group: str) -> str:
@@ -88,7 +90,7 @@ class Topology:
         await channel.queue_declare(
             LOST,
             durable=True,
-            arguments={"x-max-length": KEPT_LOST, "x-overflow": "drop-head"},
+            arguments={**CLASSIC, "x-max-length": KEPT_LOST, "x-overflow": "drop-head"},
         )
         await channel.queue_bind(LOST, LOST)
         await channel.exchange_declare(
@@ -101,12 +103,11 @@ class Topology:
         ``max_depth`` of a queue is no argument: the broker would refuse, that is drop, a message
         that comes back to a full queue after its delay or for its retry.
         """
-        arguments: dict[str, Any] = {}
+        arguments = self.kind()
         if spec.dead_letter is not None:
             arguments["x-dead-letter-exchange"] = DEAD_LETTERS
             arguments["x-dead-letter-routing-key"] = spec.dead_letter
         if self.quorum:
-            arguments |= self.quorum_arguments()
             if spec.max_priority:
                 raise ConfigError(
                     "a quorum queue has no priorities before RabbitMQ 4.0: leave max_priority "
@@ -126,6 +127,16 @@ class Topology:
             arguments["x-overflow"] = "drop-head"
         return arguments
 
-    def quorum_arguments(self) -> dict[str, Any]:
-        """What every quorum queue has."""
-        return {"x-queue-type": "quorum", "x-quorum-initial-group-size": self.replicas}
+    def kind(self) -> dict[str, Any]:
+        """What every queue has.
+
+        RabbitMQ 4 takes a message out of a quorum queue after 20 deliveries, looks included, unless
+        a limit is given; every version takes this one, so the arguments outlive an upgrade.
+        """
+        if not self.quorum:
+            return dict(CLASSIC)
+        return {
+            "x-queue-type": "quorum",
+            "x-quorum-initial-group-size": self.replicas,
+            "x-delivery-limit": NO_LIMIT,
+        }

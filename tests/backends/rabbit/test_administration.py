@@ -1,0 +1,158 @@
+"""Limits, and looking into queues with what AMQP alone offers."""
+
+from __future__ import annotations
+
+import aiormq
+import pytest
+
+from qkit.backend import (
+    QueueSpec,
+)
+from qkit.backends.rabbit.topology import LOST, group_queue
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.clock import SystemClock
+from qkit.errors import (
+    PartialSend,
+    QueueFull,
+    QueueNotFound,
+)
+from qkit.message import DeadLetter, Envelope, Sent, new_id
+from tests.support.rabbitmq import (
+    declare,
+    has_depth,
+    ready,
+    spec,
+    take,
+)
+from tests.support.waiting import eventually
+
+
+async def test_what_was_not_declared_is_not_found(backend: RabbitMQBackend, name: str) -> None:
+    for call in (
+        backend.publish(name, [Envelope("a", b"x")]),
+        backend.declare(QueueSpec(name=name, passive=True)),
+        backend.stats(name),
+        backend.peek(name, 1),
+        backend.purge(name),
+        backend.remove(name, ["a"]),
+        backend.delete(name),
+    ):
+        with pytest.raises(QueueNotFound):
+            await call
+    for broadcast in (False, True):
+        with pytest.raises(QueueNotFound):
+            async with backend.subscribe(spec(name, broadcast=broadcast)):
+                pass
+    assert await backend.queues() == []
+
+
+async def test_a_full_dead_letter_queue_tells_what_it_dropped(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    dropped: list[DeadLetter] = []
+    backend.on_dropped_letter(dropped.append)
+    await backend.declare(QueueSpec(name=name, max_depth=2, drop_oldest=True))
+    await backend.publish(name, [Envelope("a", b"x")])
+    await backend.publish(name, [Envelope("b", b"x"), Envelope("c", b"x")])
+    await backend.publish(name, [Envelope("d", b"x")])
+    assert [letter.message_id for letter in dropped] == ["a", "b"]
+    assert [envelope.id for envelope in await backend.peek(name, 10)] == ["c", "d"]
+
+
+async def test_a_queue_limited_by_another_program_is_full(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    await raw.queue_declare(name, durable=True, arguments=arguments)
+    with pytest.raises(PartialSend) as caught:
+        await classic.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
+    assert caught.value.results[0] == Sent("a")
+    assert isinstance(caught.value.results[1], QueueFull)
+    await raw.queue_delete(name)
+
+
+async def test_a_delayed_message_comes_back_to_a_full_queue(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    """The broker's own way to refuse would drop it: nobody waits for the answer any more."""
+    await declare(backend, name, max_depth=1)
+    later = SystemClock().time() + 0.3
+    await backend.publish(name, [Envelope("late", b"x", not_before=later)])
+    await backend.publish(name, [Envelope("first", b"x")])
+    with pytest.raises(QueueFull):
+        await backend.publish(name, [Envelope("refused", b"x")])
+    await eventually(lambda: has_depth(backend, name, 2))
+    async with backend.subscribe(spec(name)) as subscription:
+        found = await take(subscription, 2)
+        assert sorted(delivery.envelope.id for delivery in found) == ["first", "late"]
+
+
+async def test_peek_leaves_a_classic_queue_as_it_was(classic: RabbitMQBackend, name: str) -> None:
+    await declare(classic, name, max_priority=9)
+    for number, priority in enumerate((5, 1, 9, 5, 9)):
+        await classic.publish(name, [Envelope(str(number), b"x", priority=priority)])
+    for limit in (1, 3, 10, 2):
+        found = [envelope.id for envelope in await classic.peek(name, limit)]
+        assert found == ["2", "4", "0", "3", "1"][:limit]
+    async with classic.subscribe(spec(name)) as subscription:
+        found = [delivery.envelope.id for delivery in await take(subscription, 5)]
+        assert found == ["2", "4", "0", "3", "1"]
+
+
+async def test_peek_keeps_the_order_of_a_quorum_queue_and_charges_nothing(
+    quorum: RabbitMQBackend, name: str
+) -> None:
+    await declare(quorum, name, max_deliveries=2)
+    await quorum.publish(name, [Envelope(str(number), b"x") for number in range(5)])
+    for limit in (1, 3, 10, 2):
+        found = [envelope.id for envelope in await quorum.peek(name, limit)]
+        assert found == list("01234")[:limit]
+    async with quorum.subscribe(spec(name)) as subscription:
+        found = await take(subscription, 5)
+        assert [delivery.envelope.id for delivery in found] == list("01234")
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+
+
+async def test_remove_takes_the_oldest_of_one_id(backend: RabbitMQBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name, drop_oldest=True, max_depth=10))
+    messages = [Envelope("a", b"1"), Envelope("b", b"2"), Envelope("a", b"3"), Envelope("a", b"4")]
+    await backend.publish(name, messages)
+    assert await backend.remove(name, ["a", "a", "b", "unknown"]) == 3
+    assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
+
+
+async def test_a_topic_is_counted_seen_purged_and_deleted_with_its_groups(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name, broadcast=True))
+    for group in ("mail", "audit"):
+        async with backend.subscribe(spec(name, group=group, broadcast=True)):
+            pass
+    await backend.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
+    assert (await backend.stats(name)).depth == 4
+    found = [(item.headers["qkit-group"], item.id) for item in await backend.peek(name, 3)]
+    assert found == [("audit", "a"), ("audit", "b"), ("mail", "a")]
+    later = SystemClock().time() + 60
+    await backend.publish(name, [Envelope("late", b"x", not_before=later)])
+    assert await backend.purge(name) == 5
+    await backend.delete(name)
+    with pytest.raises(QueueNotFound):
+        await backend.stats(name)
+    with pytest.raises(aiormq.exceptions.ChannelNotFoundEntity):
+        await ready(raw, group_queue(name, "mail"))
+
+
+async def test_a_delayed_message_whose_queue_is_gone_is_kept_aside(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(classic, name)
+    id = new_id()
+    later = SystemClock().time() + 0.5
+    await classic.publish(name, [Envelope(id, b"x", not_before=later)])
+    await raw.queue_delete(name)  # past qkit, which would take out what waits for it
+
+    async def kept() -> bool:
+        return id in [envelope.id for envelope in await classic.peek(LOST, 10_000)]
+
+    await eventually(kept)
+    await classic.remove(LOST, [id])

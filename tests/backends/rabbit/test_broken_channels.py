@@ -1,0 +1,131 @@
+"""Channels that the broker closes, queues that vanish, releases that fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiormq
+import pytest
+
+from qkit import QueueService, Settings, consume
+from qkit.backends.rabbit.subscription import RabbitSubscription
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.errors import (
+    BackendUnavailable,
+    MessageNotFound,
+    SubscriptionLost,
+    Unsupported,
+)
+from qkit.message import Envelope
+from tests.support.rabbitmq import (
+    consumers,
+    declare,
+    is_,
+    spec,
+    take,
+)
+from tests.support.waiting import eventually
+
+
+async def test_a_channel_that_the_broker_closed_ends_the_subscription_and_says_why(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name)) as subscription:
+        (held,) = await take(subscription)
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        assert subscription._channel is not None
+        await subscription._channel.basic_ack(4711)  # 406: an unknown delivery tag
+        with pytest.raises(SubscriptionLost, match="unknown delivery tag") as caught:
+            await receiving
+        assert isinstance(caught.value.cause, aiormq.exceptions.ChannelPreconditionFailed)
+        with pytest.raises(SubscriptionLost):
+            await subscription.ack(held)
+    async with backend.subscribe(spec(name)) as again:
+        (delivery,) = await take(again)
+        assert delivery.envelope.id == "a"
+
+
+async def test_a_service_consumes_again_after_its_channel_was_closed(
+    rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[RabbitSubscription] = []
+    got: asyncio.Queue[int] = asyncio.Queue()
+    opening = RabbitSubscription.open
+
+    async def note(subscription: RabbitSubscription) -> None:
+        await opening(subscription)
+        opened.append(subscription)
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.put_nowait(number)
+
+    monkeypatch.setattr(RabbitSubscription, "open", note)
+    service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
+    service.register(handle)
+    async with service, asyncio.timeout(20):
+        await service.send(name, 1)
+        assert await got.get() == 1
+        assert opened[0]._channel is not None
+        await opened[0]._channel.basic_ack(4711)
+        await eventually(lambda: len(opened) == 2)
+        await eventually(lambda: is_(consumers(raw, name), 1))
+        await service.send(name, 2)
+        assert await got.get() == 2
+        await raw.queue_delete(name)
+        await eventually(lambda: len(opened) == 3)
+        await eventually(lambda: is_(consumers(raw, name), 1))
+        await service.send(name, 3)
+        assert await got.get() == 3
+    for queue in (name, f"{name}.dlq"):
+        await raw.queue_delete(queue)
+
+
+async def test_a_deleted_queue_ends_its_subscriptions(backend: RabbitMQBackend, name: str) -> None:
+    await declare(backend, name)
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.05)
+        await backend.delete(name)
+        with pytest.raises(SubscriptionLost, match="deleted"):
+            await receiving
+    assert name not in await backend.queues()
+
+
+async def test_a_release_that_fails_gives_the_message_back(
+    classic: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await declare(classic, name)
+    await classic.publish(name, [Envelope("a", b"x")])
+    async with classic.subscribe(spec(name, prefetch=1)) as subscription:
+        (first,) = await take(subscription)
+
+        async def fail(*arguments: object) -> None:
+            raise BackendUnavailable("no")
+
+        monkeypatch.setattr(subscription, "_send_again", fail)
+        with pytest.raises(BackendUnavailable):
+            await subscription.release(first, 1.0)
+        (again,) = await take(subscription)
+        assert (again.envelope.id, again.envelope.attempt) == ("a", 1)
+
+
+async def test_a_delivery_is_settled_once_and_only_by_its_own_subscription(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
+    async with (
+        backend.subscribe(spec(name, prefetch=1)) as one,
+        backend.subscribe(spec(name, prefetch=1)) as two,
+    ):
+        (first,), (second,) = await take(one), await take(two)
+        with pytest.raises(MessageNotFound):
+            await one.ack(second)
+        with pytest.raises(Unsupported):
+            await one.extend(first, 1.0)
+        await one.ack(first)
+        with pytest.raises(MessageNotFound):
+            await one.release(first, 0.0)
