@@ -116,8 +116,16 @@ class Link:
             if self._connecting is None:
                 self._connecting = asyncio.create_task(self._connect(), name="qkit redis connect")
                 self._connecting.add_done_callback(_heard)
+            connecting = self._connecting
             # One that gives up must not take the others' connection along.
-            await asyncio.shield(self._connecting)
+            await asyncio.wait({connecting})
+            if connecting.cancelled():
+                raise BackendUnavailable(
+                    "the connection was closed while it was opened",
+                    backend=BACKEND,
+                    operation="connect",
+                )
+            connecting.result()
         return self._wire
 
     async def _connect(self) -> None:
