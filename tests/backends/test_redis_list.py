@@ -165,6 +165,20 @@ async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
     assert await raw.llen(name) == 0
 
 
+async def test_what_stands_among_others_with_another_priority_is_woken_for(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    frames = [frame.encode(Envelope(id, b"x", priority=p)) for id, p in (("a", None), ("b", 9))]
+    await raw.rpush(name, *frames)  # by hand: a send would have filed it
+    async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
+        (first,) = await one.receive(2)
+        assert first.envelope.id == "a"
+        assert await raw.llen(name) == 1, "so that whoever waits hears of it"
+        (second,) = await take(two)
+        assert second.envelope.id == "b"
+
+
 async def test_a_list_that_another_program_made_is_found_and_consumed(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:

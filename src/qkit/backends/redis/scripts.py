@@ -167,7 +167,7 @@ local function take(list)
 end
 
 -- With one priority there is nothing to sort: all stand in line already, and none need be filed.
--- Returns whether that was so.
+-- Returns whether that was so; what has another priority, or waits for its time, was set aside.
 local function take_in_line()
   take(q.ready .. 5)
   local filed = #taken
@@ -190,11 +190,12 @@ local function take_in_line()
   end
   local all = last == #taken
   for i = #taken, last + 1, -1 do taken[i] = nil end
-  return all or last > 0
+  return all
 end
 
 local one = #q.levels == 0 or (#q.levels == 1 and q.levels[1] == 5)
-if not (one and take_in_line()) then
+local plain = one and take_in_line()
+if not plain and #taken == 0 then
   tidy(q, t)
   for i = #q.levels, 1, -1 do take(q.ready .. q.levels[i]) end
 end
@@ -202,16 +203,16 @@ local out, leases = {}, {}
 if #taken > 0 then
   local till, last = t + tonumber(ARGV[3]), redis.call('HINCRBY', KEYS[1], 'seq', #taken)
   for i, f in ipairs(taken) do
-    local tok = name(last - #taken + i)
+    local tok, j = name(last - #taken + i), #taken - i + 1
     out[2 * i - 1], out[2 * i] = tok, f
-    leases[2 * i - 1], leases[2 * i] = till, tok
+    leases[2 * j - 1], leases[2 * j] = till, tok  -- backwards: a small set looks from its front
   end
   if till > t then
     redis.call('HSET', q.msg, unpack(out))
     redis.call('ZADD', q.lease, unpack(leases))
   end
 end
-wake(q)
+if not plain or #taken >= want then wake(q) end  -- else nothing is ready any more
 if #taken > 0 then return {t, 0, out} end
 local nearest = -1
 for _, key in ipairs({q.due, q.lease}) do
@@ -224,20 +225,16 @@ end
 return {t, nearest, out}
 """)
 
-# ARGV: base, tokens. Returns 1 for each that was held, else 0.
+# ARGV: base, tokens. Returns how many there were, if all were held, else 1 or 0 for each.
 ACK: Final = Script(
     r"""
-local lease, done, held, seen = ARGV[1] .. ':lease', {}, {}, {}
-for i, score in ipairs(redis.call('ZMSCORE', lease, unpack(ARGV, 2))) do
-  local tok = ARGV[i + 1]
-  done[i] = (score and not seen[tok]) and 1 or 0
-  seen[tok] = true
-  if done[i] == 1 then held[#held + 1] = tok end
+local msg, count = ARGV[1] .. ':msg', #ARGV - 1
+if redis.call('ZREM', ARGV[1] .. ':lease', unpack(ARGV, 2)) == count then
+  redis.call('HDEL', msg, unpack(ARGV, 2))
+  return count
 end
-if #held > 0 then
-  redis.call('ZREM', lease, unpack(held))
-  redis.call('HDEL', ARGV[1] .. ':msg', unpack(held))
-end
+local done = {}
+for i = 1, count do done[i] = redis.call('HDEL', msg, ARGV[i + 1]) end
 return done
 """,
     library=False,

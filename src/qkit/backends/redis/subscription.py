@@ -27,6 +27,7 @@ __all__ = ["RedisSubscription"]
 # Nobody depends on it to hear of a message: it is for what happens by itself, a lease that ends or
 # a delay that is over, while whoever knew of it is busy. Retries may be a second late.
 SAFETY: Final = 1.0
+GLANCE: Final = 0.2  # to wait where nothing was left, before asking what is due
 MOST: Final = 1_000  # messages in one claim or acknowledgement
 FAREWELL: Final = 2.0  # to wake a parked command; then its connection is hung up
 
@@ -65,6 +66,7 @@ class RedisSubscription:
         self._receivers = 0
         self._fetching: asyncio.Task[None] | None = None
         self._broken: SubscriptionLost | None = None
+        self._drained = False  # the last claim left nothing behind
         self._parker: Wire | None = None
         self._parker_id = 0
         self._parked_until = 0.0
@@ -120,10 +122,12 @@ class RedisSubscription:
 
     async def _fetch(self, count: int) -> None:
         try:
-            claim = await self._link.run(scripts.CLAIM, self._place.keys, *self._claim(count))
-            wait = await self._take(claim)
+            wait = GLANCE
+            if not self._drained:
+                claim = await self._link.run(scripts.CLAIM, self._place.keys, *self._claim(count))
+                wait = await self._take(claim, count)
             while self._receivers and not self._claimed and not self._stopped:
-                wait = await self._take(await self._park(wait, count))
+                wait = await self._take(await self._park(wait, count), count)
         except (*DRIVER_ERRORS, QueueError) as error:
             self._broken = self._lost(error)
         finally:
@@ -168,7 +172,7 @@ class RedisSubscription:
             cause=error,
         )
 
-    async def _take(self, answer: Reply) -> float:
+    async def _take(self, answer: Reply, count: int) -> float:
         """What a claim brought; bury what is dead. Returns how long to wait if nothing came."""
         if answer is None:
             raise SubscriptionLost(
@@ -178,6 +182,7 @@ class RedisSubscription:
                 queue=self._place.queue,
             )
         now, nearest, found = answer
+        self._drained = 0 < len(found) < 2 * count
         ends = self._clock.monotonic() + (self._lease or math.inf)
         dead: list[tuple[str, Envelope, bool]] = []
         for at in range(0, len(found), 2):
@@ -352,10 +357,10 @@ class RedisSubscription:
 
     async def _ack_all(self, *tokens: str | int) -> list[int]:
         with translated("ack", self._place.queue):
-            done: list[int] = await self._link.run(
+            done: int | list[int] = await self._link.run(
                 scripts.ACK, self._place.keys, self._place.base, *tokens
             )
-        return done
+        return [1] * done if isinstance(done, int) else done
 
     async def _extend_all(self, *arguments: str | int) -> list[int]:
         with translated("extend", self._place.queue):
