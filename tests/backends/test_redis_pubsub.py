@@ -374,6 +374,38 @@ async def test_a_server_that_falls_silent_is_given_up(
         await backend.aclose()
 
 
+async def test_shutdown_leaves_neither_subscription_nor_connection_and_is_told_last(
+    private_redis: PrivateBroker, name: str
+) -> None:
+    told: list[str] = []
+
+    @consume(name)
+    async def handle(body: int) -> None:
+        told.append(f"handled {body}")
+
+    async with redis.asyncio.from_url(private_redis.url) as raw:
+
+        async def clients() -> set[str]:
+            return {client["id"] for client in await raw.client_list()}
+
+        before = await clients()
+        service = service_on(private_redis.url, handle)
+        service.on("state_change", lambda change: told.append(str(change.new)))
+        service.on("shutdown", lambda _: told.append("shutdown"))
+        async with service:
+            await service.send(name, 1)
+            await eventually(lambda: "handled 1" in told)
+            assert (await raw.pubsub_numsub(name))[0][1] == 1
+            assert len(await clients()) > len(before)
+        assert told[-1] == "shutdown"
+
+        async def alone() -> bool:
+            gone = (await raw.pubsub_numsub(name))[0][1] == 0
+            return gone and await clients() == before
+
+        await eventually(alone)
+
+
 # Slow handlers
 
 

@@ -16,7 +16,7 @@ import pytest
 import redis.asyncio
 
 from local_brokers.probes import free_port
-from qkit import QueueService, Settings
+from qkit import QueueService, Settings, consume
 from qkit.backend import QueueSpec
 from qkit.backends.redis.connection import Address
 from qkit.backends.redis_list import RedisListBackend
@@ -140,6 +140,39 @@ async def test_who_is_refused_hears_why_and_not_the_secret(
     assert caught.value.cause is not None
     assert "s3cret-canary" not in f"{caught.value} {caught.value!r}"
     await backend.aclose()
+
+
+# Shutdown
+
+
+async def test_a_service_on_lists_hangs_up_and_tells_of_it_last(name: str) -> None:
+    told: list[str] = []
+
+    @consume(name)
+    async def handle(body: int) -> None:
+        told.append(f"handled {body}")
+
+    with private_broker("redis") as server:
+        async with redis.asyncio.from_url(server.url) as raw:
+
+            async def clients() -> set[str]:
+                return {client["id"] for client in await raw.client_list()}
+
+            before = await clients()
+            service = QueueService(Settings(type="redis", mode="list", url=server.url))
+            service.register(handle)
+            service.on("state_change", lambda change: told.append(str(change.new)))
+            service.on("shutdown", lambda _: told.append("shutdown"))
+            async with service:
+                await service.send(name, 1)
+                await eventually(lambda: "handled 1" in told)
+                assert (await service.stats(name)).consumers == 1
+            assert told[-1] == "shutdown"
+
+            async def alone() -> bool:
+                return await clients() == before
+
+            await eventually(alone)
 
 
 # Replicas

@@ -19,8 +19,7 @@ from qkit.backends.redis.wire import Reply, Wire, Word
 from qkit.clock import Clock
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
 from qkit.logs import logger
-from qkit.message import DeadLetter, Envelope, Reason
-from qkit.native.dead import LeaseExpired, TimeToLiveExpired
+from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
 
 __all__ = ["RedisSubscription"]
 
