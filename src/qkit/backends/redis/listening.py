@@ -27,8 +27,8 @@ __all__ = ["Listening"]
 
 MESSAGES: Final = 1_000  # that wait here at most, but for what came with the last of them
 BYTES: Final = 16 * 2**20
-BEAT: Final = 3.0  # after so long a silence the server is asked whether it is there
-PATIENCE: Final = 5.0  # and has so long to answer
+BEAT: Final = 2.0  # after one to two of these in silence the server is asked whether it is there
+PATIENCE: Final = 4.0  # and has so long to answer: a dead connection is known within ten seconds
 
 
 class Listener(Wire):
