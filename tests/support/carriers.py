@@ -62,7 +62,6 @@ class Carrier:
     settings: Callable[[str], Values]
     server: str | None = None
     shared: bool = True  # another process can reach it
-    queues: bool = True  # it has queues; else every channel is a topic
     variant: bool = False  # a way to use another carrier, which stands for it in most tests
     owned: bool = False  # a process of its own holds it: native's way to be a server
     consumers: Callable[[Site, str], Awaitable[int]] | None = None
@@ -83,6 +82,23 @@ async def _parked_on_redis(site: Site, queue: str) -> int:
     async with Redis.from_url(site.url) as client:
         clients = await client.client_list()
     return sum(item["cmd"] in ("blmove", "blpop") for item in clients)
+
+
+async def _subscribed_on_redis(site: Site, queue: str) -> int:
+    from redis.asyncio import Redis
+
+    async with Redis.from_url(site.url) as client:
+        ((_, count),) = await client.pubsub_numsub(queue)
+    return int(count)
+
+
+async def _consuming_on_rabbitmq(site: Site, queue: str) -> int:
+    import aio_pika
+
+    async with await aio_pika.connect(site.url) as connection:
+        channel = await connection.channel()
+        declared = await channel.declare_queue(queue, passive=True)
+    return declared.declaration_result.consumer_count or 0
 
 
 async def _known_to_owner(site: Site, queue: str) -> int:
@@ -126,6 +142,20 @@ CARRIERS: Final = (
         server="redis",
         consumers=_parked_on_redis,
         variant=True,
+    ),
+    Carrier(
+        "redis-pubsub",
+        MATRIX["redis-pubsub"],
+        lambda address: {"type": "redis", "mode": "pubsub", "url": address},
+        server="redis",
+        consumers=_subscribed_on_redis,
+    ),
+    Carrier(
+        "rabbitmq",
+        MATRIX["rabbitmq-classic"],
+        lambda address: {"type": "rabbitmq", "url": address},
+        server="rabbitmq",
+        consumers=_consuming_on_rabbitmq,
     ),
 )
 
