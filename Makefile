@@ -16,8 +16,8 @@ $(STAMP): requirements/dev.txt pyproject.toml scripts/make-venv
 	scripts/make-venv
 	@touch $@
 
-demo: setup ## Run examples/orders.py on the native engine
-	$(BIN)/python examples/orders.py
+demo: setup ## Run examples/orders.py on the native engine, or on another: QKIT_TYPE=rabbitmq
+	@PYTHON=$(BIN)/python scripts/demo
 
 test: setup ## Lint, types and all tests against real brokers
 	$(MAKE) --no-print-directory lint types

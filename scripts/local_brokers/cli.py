@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0 when all the servers asked for are as asked."""
     options = _parser().parse_args(arguments)
     if options.command == "run":
-        return run(options.program)
+        return run(options.program, options.only or NAMES)
     brokers = Brokers(brokers_directory(), options.brokers)
     match options.command:
         case "up":
@@ -74,14 +74,14 @@ def urls(brokers: Brokers) -> int:
     return 0 if all(server.running for server in statuses) else 1
 
 
-def run(program: Sequence[str]) -> int:
-    """Run a program with the brokers up and their addresses in its environment.
+def run(program: Sequence[str], names: Sequence[str] = NAMES) -> int:
+    """Run a program with the named brokers up and their addresses in its environment.
 
     Brokers given by the environment are not started, and those that ran before stay up afterwards.
     """
     directory = brokers_directory()
     given = {server.name for server in SERVERS if os.environ.get(server.variable)}
-    wanted = [name for name in NAMES if name not in given]
+    wanted = [name for name in names if name not in given]
     before = {server.name for server in Brokers(directory).status() if server.running}
     ours = [name for name in wanted if name not in before]
     environment = dict(os.environ)
@@ -145,5 +145,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "stop":
             command.add_argument("--kill", action="store_true", help="no warning, as in a crash")
     command = commands.add_parser("run", help="run a program with all up, and `down` after it")
+    command.add_argument(
+        "--only", action="append", type=_name, metavar="broker", help="not all of them"
+    )
     command.add_argument("program", nargs=argparse.REMAINDER)
     return parser
