@@ -221,6 +221,9 @@ class _Outbox:
         try:
             while group := self._next_group():
                 await self._send_group(group)
+                # Those who were answered may send again at once: all of them go in the next group,
+                # not the first alone and the others behind it.
+                await asyncio.sleep(0)
         finally:
             self._busy = False
             self.task = None

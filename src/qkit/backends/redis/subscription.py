@@ -279,18 +279,15 @@ class RedisSubscription:
         done: list[int] = []
         for at in range(0, len(tokens), MOST):
             done += await self._ack_all(*tokens[at : at + MOST])
-        return [
-            self._acknowledged(delivery, there)
-            for delivery, there in zip(deliveries, done, strict=True)
+        results: list[QueueError | None] = [
+            None if there else self._late(delivery, token, "ack")
+            for delivery, token, there in zip(deliveries, tokens, done, strict=True)
         ]
-
-    def _acknowledged(self, delivery: Delivery, there: int) -> AckDeadlineExceeded | None:
-        token = str(delivery.receipt)
-        if not there:
-            return self._late(delivery, token, "ack")
-        delivery.receipt = None
-        self._settled([token])
-        return None
+        for delivery, error in zip(deliveries, results, strict=True):
+            if error is None:
+                delivery.receipt = None
+        self._settled(tokens)
+        return results
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
