@@ -642,6 +642,16 @@ async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name
     assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
 
 
+def test_messages_go_together_up_to_a_number_and_a_size() -> None:
+    small = [Envelope(str(number), b"x") for number in range(1_201)]
+    assert [len(batch) for batch in frame.batches(small)] == [500, 500, 201]
+    large = [Envelope(str(number), bytes(3 * 2**20)) for number in range(5)]
+    assert [len(batch) for batch in frame.batches(large)] == [2, 2, 1]
+    huge = [Envelope("a", b"x"), Envelope("b", bytes(9 * 2**20)), Envelope("c", b"x")]
+    assert [len(batch) for batch in frame.batches(huge)] == [1, 1, 1]
+    assert list(frame.batches([])) == []
+
+
 async def test_replicas_that_are_not_there_are_refused_at_start(redis_url: str) -> None:
     backend = RedisListBackend(redis_url, replicas=2)
     with pytest.raises(ConfigError, match="replicas=2"):

@@ -32,7 +32,7 @@ from qkit.message import GROUP, DeadLetter, Envelope, Sent
 __all__ = ["RedisListBackend"]
 
 QUEUES: Final = "qkit:queues"  # the names of all queues; no channel's name can hold a colon
-BATCH: Final = 500  # messages in one call of the send script
+BATCH: Final = 500  # ids in one call of a script
 FULL: Final = -2
 ASIDE: Final = -1  # not by the short way
 
@@ -112,8 +112,7 @@ class RedisListBackend:
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         results: list[Sent | QueueError] = []
-        for at in range(0, len(envelopes), BATCH):
-            batch = envelopes[at : at + BATCH]
+        for batch in frame.batches(envelopes):
             try:
                 results += await self._send(queue, batch)
             except QueueError as error:

@@ -60,13 +60,14 @@ class RedisPubSubBackend:
             await self._lists.declare(spec)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
-        """Tell messages to whoever listens now, all in one round trip."""
+        """Tell messages to whoever listens now, hundreds in one round trip."""
         if queue in self._queues:
             return await self._lists.publish(queue, envelopes)
         with translated("publish", queue):
-            await self._link.commands(
-                [("PUBLISH", queue, frame.encode(envelope)) for envelope in envelopes]
-            )
+            for batch in frame.batches(envelopes):
+                await self._link.commands(
+                    [("PUBLISH", queue, frame.encode(envelope)) for envelope in batch]
+                )
         return [Sent(envelope.id) for envelope in envelopes]
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Sequence
 from typing import Final, cast
 from urllib.parse import quote, unquote
 
 from qkit.message import Envelope
 
-__all__ = ["FOREIGN", "decode", "encode", "wire_id"]
+__all__ = ["FOREIGN", "batches", "decode", "encode", "wire_id"]
 
 FOREIGN: Final = "foreign"  # the id of what another program wrote, until somebody gives it one
 
@@ -26,6 +27,22 @@ _HEAD: Final = re.compile(
 # Most messages have nothing but an id and a body, and reading one costs as much as handling it.
 _BARE: Final = re.compile(rb"qk1 ([0-9A-Za-z]+) - 0 0 (\d{1,9}) -\n\n")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._~-]+")
+
+
+BATCH: Final = 500  # messages in one call of a script, or one write
+BATCH_BYTES: Final = 8 * 2**20  # and about so many bytes, which the server reads before it works
+
+
+def batches(envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
+    """The messages in order, as many at a time as may go together."""
+    start = size = 0
+    for at, envelope in enumerate(envelopes):
+        if at > start and (at - start >= BATCH or size + len(envelope.body) > BATCH_BYTES):
+            yield envelopes[start:at]
+            start, size = at, 0
+        size += len(envelope.body)
+    if start < len(envelopes):
+        yield envelopes[start:]
 
 
 def wire_id(id: str) -> str:

@@ -44,8 +44,10 @@ class Listener(Wire):
         self._ended = ended
         self._reading = True
         self._silent = True
+        self._beat: asyncio.TimerHandle | None = None
         super().__init__(connection, PATIENCE)
-        self._beat = self._loop.call_later(BEAT, self._ask)
+        if self.lost is None:
+            self._beat = self._loop.call_later(BEAT, self._ask)
 
     def _answer(self, reply: Reply) -> None:
         self._silent = False
@@ -82,7 +84,7 @@ class Listener(Wire):
     def _lose(self, error: Exception) -> None:
         if self.lost is None:
             super()._lose(error)
-            if hasattr(self, "_beat"):
+            if self._beat is not None:
                 self._beat.cancel()
             self._ended()
 
