@@ -126,7 +126,7 @@ class Brokers:
         if former:
             # A crash may leave one process of two; start from none.
             processes.end(former.processes, grace=GRACE_SECONDS)
-        if former and all(probes.is_free(port) for port in former.ports.values()):
+        if former and _are_freed(former.ports.values()):
             state = ServerState(ports=former.ports)
         else:
             state = ServerState(ports=_pick_ports(server.port_names))
@@ -164,6 +164,16 @@ class Brokers:
         )
         for server in present:
             self._state.put(server.name, ServerState(ports=recorded[server.name].ports))
+
+
+def _are_freed(ports: Iterable[int]) -> bool:
+    """Whether a former server's ports can be had; the kernel may still be closing what it held."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while not all(probes.is_free(port) for port in ports):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _install_programs(servers: Sequence[Server]) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import uuid
 
+import aiormq
 import pytest
 
-from qkit import ConfigError, Settings
+from qkit import ConfigError, QueueService, Settings, consume
 from qkit.backend import (
     Admin,
     DeadLetterSource,
@@ -16,6 +19,55 @@ from qkit.backend import (
 from qkit.backends.rabbitmq import RabbitMQBackend
 from qkit.clock import SystemClock
 from qkit.opening import open_backend
+from tests.support.rabbitmq import bare_channel, ready
+from tests.support.waiting import eventually
+
+
+async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told_last(
+    rabbitmq_url: str,
+) -> None:
+    name = f"s-{uuid.uuid4().hex[:10]}"
+    backend = RabbitMQBackend(rabbitmq_url)
+    started, finish = asyncio.Event(), asyncio.Event()
+    handled: list[str] = []
+    told: list[list[bool]] = []
+
+    @consume(name)
+    async def handle(body: str) -> None:
+        started.set()
+        await finish.wait()
+        handled.append(body)
+
+    settings = Settings(type="rabbitmq", url=rabbitmq_url)
+    service = QueueService(settings, backend=backend)
+    service.register(handle)
+    await service.start()
+    await service.send_many(name, ["running", "waiting"])
+    await started.wait()
+    connections = [backend._sending._connection, backend._consuming._connection]
+    channels = [
+        channel
+        for connection in connections
+        if connection is not None
+        for channel in connection.channels.values()
+        if isinstance(channel, aiormq.Channel)
+    ]
+    assert len(channels) >= 3, "one to publish, one to consume, one for questions"
+    service.on(
+        "shutdown",
+        lambda event: told.append([item is None or item.is_closed for item in connections]),
+    )
+    stopping = asyncio.ensure_future(service.shutdown())
+    await eventually(lambda: not service.ready)
+    finish.set()
+    await stopping
+    assert handled == ["running"], "the other was not taken once the shutdown began"
+    assert told == [[True, True]]
+    assert all(channel.is_closed for channel in channels)
+    async with bare_channel(rabbitmq_url) as raw:
+        assert await ready(raw, name) == 1
+        for queue in (name, f"{name}.dlq"):
+            await raw.queue_delete(queue)
 
 
 def test_it_offers_the_whole_boundary() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import aiormq
 import pytest
 
@@ -62,7 +64,7 @@ async def test_a_full_dead_letter_queue_tells_what_it_dropped(
 async def test_a_queue_limited_by_another_program_is_full(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    arguments = {"x-max-length": 1, "x-overflow": "reject-publish"}
+    arguments: dict[str, Any] = {"x-max-length": 1, "x-overflow": "reject-publish"}
     await raw.queue_declare(name, durable=True, arguments=arguments)
     with pytest.raises(PartialSend) as caught:
         await classic.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
@@ -108,9 +110,9 @@ async def test_peek_keeps_the_order_of_a_quorum_queue_and_charges_nothing(
         found = [envelope.id for envelope in await quorum.peek(name, limit)]
         assert found == list("01234")[:limit]
     async with quorum.subscribe(spec(name)) as subscription:
-        found = await take(subscription, 5)
-        assert [delivery.envelope.id for delivery in found] == list("01234")
-        assert {delivery.envelope.attempt for delivery in found} == {1}
+        taken = await take(subscription, 5)
+        assert [delivery.envelope.id for delivery in taken] == list("01234")
+        assert {delivery.envelope.attempt for delivery in taken} == {1}
 
 
 async def test_remove_takes_the_oldest_of_one_id(backend: RabbitMQBackend, name: str) -> None:

@@ -278,6 +278,6 @@ async def test_a_foreign_message_without_an_id_is_replayed_once(
 async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> None:
     """The driver makes up an id for whoever gives none, which other programs' drivers do not."""
     header = ContentHeader(body_size=len(body), properties=Basic.Properties(delivery_mode=2))
-    frames = [Basic.Publish(routing_key=name), header, ContentBody(body)]
+    frames: list[Any] = [Basic.Publish(routing_key=name), header, ContentBody(body)]
     await raw.write_queue.put(ChannelFrame.marshall(raw.number, frames))
     await eventually(lambda: ready(raw, name))

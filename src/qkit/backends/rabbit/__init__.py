@@ -1,1 +1,1 @@
-"""The rooms of the RabbitMQ backend: properties, topology, delay, connection, subscription."""
+"""The rooms of the RabbitMQ backend, from the names on the broker to a consumer."""

@@ -92,6 +92,11 @@ def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
             return ConfigError, f"RabbitMQ does not allow this connection: {said}"
         case exceptions.ConnectionClosed() if error.args[:1] == (530,):
             return ConfigError, f"RabbitMQ does not allow this connection: {error.args[-1]}"
+        case exceptions.InvalidFrameError() if "Connection.Close" in said:
+            return ConfigError, (
+                "RabbitMQ let the user in and closed the connection: check the vhost in the url, "
+                "and what the user may do there"
+            )
         case exceptions.IncompatibleProtocolError() | exceptions.ProtocolSyntaxError():
             return ConfigError, "whoever answers there does not speak AMQP 0-9-1: check the url"
         case exceptions.MethodNotImplemented():
@@ -101,7 +106,7 @@ def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
         case TimeoutError():
             return BackendUnavailable, "RabbitMQ did not answer in time"
         case exceptions.AMQPConnectionError() if isinstance(error.__cause__, ssl.SSLError):
-            return BackendUnavailable, f"no TLS with RabbitMQ: {error.__cause__.reason or said}"
+            return BackendUnavailable, f"no TLS with RabbitMQ: {error.__cause__}"[:300]
         case exceptions.AMQPError() | OSError() | EOFError() | RuntimeError():
             return BackendUnavailable, f"the connection to RabbitMQ failed: {said}"
         case asyncio.CancelledError():
