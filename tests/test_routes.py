@@ -116,6 +116,16 @@ def test_the_prefix_is_on_every_name_at_the_broker():
     assert route.dead_letter.name == "shop.orders_dlq"
 
 
+def test_without_queues_every_channel_is_a_topic_but_for_the_dead_letters():
+    lacking = can(queues=Support.UNSUPPORTED)
+    found = routes(lacking)
+    plain, letters = found.of(Channel("orders")), found.of(Channel("orders_dlq"))
+    assert (plain.broadcast, plain.spec.broadcast) == (True, True)
+    assert plain.dead_letter is not None
+    assert not plain.dead_letter.broadcast
+    assert (letters.broadcast, letters.spec.broadcast) == (False, False)
+
+
 def test_a_passive_service_creates_nothing():
     route = routes(declare="passive").of(Channel("orders"))
     assert route.spec.passive

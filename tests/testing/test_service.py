@@ -165,6 +165,27 @@ async def test_what_the_configured_backend_cannot_do_is_refused_here_too() -> No
             pass
 
 
+async def test_on_pubsub_every_channel_is_a_topic_here_too() -> None:
+    got: list[str] = []
+
+    @consume("prices")
+    async def mail(body: int) -> None:
+        got.append(f"mail {body}")
+
+    @consume("prices")
+    async def audit(body: int) -> None:
+        got.append(f"audit {body}")
+
+    service = QueueService(Settings(type="redis", mode="pubsub", url="redis://localhost/"))
+    service.register(mail)
+    service.register(audit)
+    async with TestService(service) as t:
+        await t.send("prices", 1)
+        await t.publish("prices", 2)
+        await t.settle()
+    assert sorted(got) == ["audit 1", "audit 2", "mail 1", "mail 2"]
+
+
 async def test_a_failing_start_leaves_the_loop_as_it_was() -> None:
     before = asyncio.get_running_loop().time
     service = QueueService(Settings(type="native", prefetch=1))
