@@ -26,14 +26,11 @@ from qkit.message import GROUP, DeadLetter, Envelope, Sent
 
 __all__ = ["RabbitMQBackend"]
 
-OLDEST_QUORUM = (
-    3,
-    10,
-)  # the first in which a quorum queue's messages expire, and are not lost by it
+OLDEST = (3, 10)  # the first in which a quorum queue's messages expire without being lost
 
 
 class RabbitMQBackend(Administration):
-    """The whole boundary on RabbitMQ 3.8 or later; quorum queues need 3.10.
+    """The whole boundary on RabbitMQ 3.10 or later.
 
     With ``replicas`` above 1 every queue is a quorum queue on so many nodes. ``quorum`` asks for
     one also with a single copy.
@@ -86,16 +83,14 @@ class RabbitMQBackend(Administration):
         async with translated("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
-        if self._quorum:
-            version = str(connection.server_properties.get("version", ""))
-            if _version(version) < OLDEST_QUORUM:
-                await self.aclose()
-                raise ConfigError(
-                    f"quorum queues need RabbitMQ 3.10 or later and this is {version}: upgrade "
-                    "it, or set replicas=1",
-                    backend=self.name,
-                    operation="start",
-                )
+        version = str(connection.server_properties.get("version", ""))
+        if _version(version) < OLDEST:
+            await self.aclose()
+            raise ConfigError(
+                f"qkit needs RabbitMQ 3.10 or later and this is {version}",
+                backend=self.name,
+                operation="start",
+            )
 
     async def declare(self, spec: QueueSpec) -> None:
         """Make sure the queue exists as described.
@@ -172,12 +167,16 @@ class RabbitMQBackend(Administration):
             target, topic = group_queue(queue, headers.pop(GROUP)), False
             envelope = replace(envelope, headers=headers)
         delay = 0.0 if envelope.not_before is None else envelope.not_before - now
+        # The broker may let it expire where the way to the dead letters is safe: not in the
+        # cascade, which it would leave early, nor where there are none and nobody hears of it.
         facts = properties.encode(
             envelope,
             now=now,
             priority=None if self._quorum else USUAL_PRIORITY,
-            # In the cascade it would expire too early, and without dead letters nobody heard of it.
-            expire=delay <= 0 and spec is not None and spec.dead_letter is not None,
+            expire=self._quorum
+            and delay <= 0
+            and spec is not None
+            and spec.dead_letter is not None,
             due=envelope.not_before if delay > LONGEST else None,
         )
         if delay > 0:

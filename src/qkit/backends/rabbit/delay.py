@@ -4,6 +4,10 @@ RabbitMQ lets a message expire only at the head of its queue, so a queue holds d
 only. Level *i* holds each message for 0.1 s times 2 to the *i*, then passes it down; a delay is the
 sum of the levels whose bits are set in the routing key. No level is ever deleted: a queue that
 expires takes along what it holds.
+
+Every level is a quorum queue, also where the channels' queues are classic. A classic queue passes a
+message on without waiting until it is safe in the next: a broker that was killed lost a fifth of
+what had moved in the last two seconds.
 """
 
 from __future__ import annotations
@@ -15,20 +19,30 @@ from aiormq import Channel
 from aiormq.abc import DeliveredMessage
 
 from qkit.backends.rabbit.connection import Link
-from qkit.backends.rabbit.topology import ANY_DELAY, DELAY, EXIT, LEVELS, Topology, address
+from qkit.backends.rabbit.topology import (
+    ANY_DELAY,
+    DELAY,
+    EXIT,
+    LEVELS,
+    SAFE_DEATH,
+    Topology,
+    address,
+    quorum_queue,
+)
 
 __all__ = ["LONGEST", "Cascade"]
 
 UNIT: Final = 0.1  # seconds in the lowest level
+USUAL_COPIES: Final = 3  # as many as a quorum queue has where there are so many nodes
 LONGEST: Final = UNIT * (2**LEVELS - 1)  # 77 days; a queue's TTL ends at 49
 
 
 class Cascade:
-    """The way of delayed messages. A vhost has a second one for what is kept on several nodes."""
+    """The way of delayed messages: the vhost's, or one with more copies than the broker's usual."""
 
     def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._name = f"{DELAY}.quorum" if topology.quorum else DELAY
+        self._replicas = topology.replicas
+        self._name = DELAY if topology.replicas <= USUAL_COPIES else f"{DELAY}.r{topology.replicas}"
         self.ready = False
 
     def level(self, number: int) -> str:
@@ -61,15 +75,13 @@ class Cascade:
         await channel.exchange_declare(self.level(LEVELS - 1), passive=True)
 
     def _arguments(self, number: int, below: str) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            **self._topology.kind(),
+        copies = self._replicas if self._replicas > USUAL_COPIES else None
+        return {
+            **quorum_queue(copies),
+            **SAFE_DEATH,
             "x-message-ttl": round(UNIT * 1000) * 2**number,
             "x-dead-letter-exchange": below,
         }
-        if self._topology.quorum:
-            arguments["x-dead-letter-strategy"] = "at-least-once"
-            arguments["x-overflow"] = "reject-publish"
-        return arguments
 
     async def sweep(self, link: Link, name: str) -> int:
         """Take out what waits here for a queue or topic; return how many.

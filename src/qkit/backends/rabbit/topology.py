@@ -27,6 +27,8 @@ LONGEST_NAME: Final = 255  # bytes, of queues, exchanges and keys
 ANY_DELAY: Final = "*." * LEVELS
 CLASSIC: Final = {"x-queue-type": "classic"}  # a vhost may have another default
 NO_LIMIT: Final = 1_000_000_000
+# Without these two a quorum queue on a broker that is killed loses what is just on its way.
+SAFE_DEATH: Final = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
 
 
 def group_queue(topic: str, group: str) -> str:
@@ -46,6 +48,18 @@ def address(name: str) -> str:
     """A queue's or topic's name at the end of a delayed message's routing key."""
     room = LONGEST_NAME - len(ANY_DELAY)
     return name if len(name) <= room else f"~{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def quorum_queue(copies: int | None) -> dict[str, Any]:
+    """The arguments of a quorum queue, with so many copies or the broker's usual number.
+
+    RabbitMQ 4 takes a message out of one after 20 deliveries, looks included, unless a limit is
+    given; every version takes this one, so the arguments outlive an upgrade.
+    """
+    arguments: dict[str, Any] = {"x-queue-type": "quorum", "x-delivery-limit": NO_LIMIT}
+    if copies is not None:
+        arguments["x-quorum-initial-group-size"] = copies
+    return arguments
 
 
 class Topology:
@@ -117,9 +131,7 @@ class Topology:
                     queue=spec.name,
                 )
             if spec.dead_letter is not None:
-                # Without these two a broker that is killed loses what was just on its way.
-                arguments["x-dead-letter-strategy"] = "at-least-once"
-                arguments["x-overflow"] = "reject-publish"
+                arguments |= SAFE_DEATH
         elif spec.max_priority and not spec.drop_oldest:
             arguments["x-max-priority"] = spec.max_priority
         if spec.drop_oldest and spec.max_depth is not None:
@@ -128,15 +140,5 @@ class Topology:
         return arguments
 
     def kind(self) -> dict[str, Any]:
-        """What every queue has.
-
-        RabbitMQ 4 takes a message out of a quorum queue after 20 deliveries, looks included, unless
-        a limit is given; every version takes this one, so the arguments outlive an upgrade.
-        """
-        if not self.quorum:
-            return dict(CLASSIC)
-        return {
-            "x-queue-type": "quorum",
-            "x-quorum-initial-group-size": self.replicas,
-            "x-delivery-limit": NO_LIMIT,
-        }
+        """What every queue has."""
+        return quorum_queue(self.replicas) if self.quorum else dict(CLASSIC)
