@@ -136,6 +136,38 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
     )
 
 
+def _kafka(settings: Settings, clock: Clock) -> Backend:
+    try:
+        from qkit.backends.kafka import KafkaBackend
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "aiokafka":
+            raise
+        raise ConfigError(
+            "type 'kafka' needs the Kafka client: pip install 'qkit[kafka]'", cause=error
+        ) from error
+
+    assert settings.url is not None
+    password = settings.sasl_password
+    ca_file, cert_file, key_file = _tls_files(settings)
+    return KafkaBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        partitions=settings.partitions,
+        replicas=settings.replicas,
+        group_prefix=settings.group_prefix,
+        batch_size=settings.batch_size,
+        max_message_bytes=settings.max_message_bytes,
+        timeout=settings.send_timeout,
+        sasl_mechanism=settings.sasl_mechanism,
+        sasl_username=settings.sasl_username,
+        sasl_password=None if password is None else password.get_secret_value(),
+        tls=settings.tls,
+        tls_ca_file=ca_file,
+        tls_cert_file=cert_file,
+        tls_key_file=key_file,
+    )
+
+
 def _tls_files(settings: Settings) -> list[str | None]:
     files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
     return [None if path is None else str(path) for path in files]
@@ -143,6 +175,7 @@ def _tls_files(settings: Settings) -> list[str | None]:
 
 _BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {
     "native": _native,
+    "kafka": _kafka,
     "rabbitmq": _rabbitmq,
     "redis": _redis,
 }

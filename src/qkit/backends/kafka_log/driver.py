@@ -1,0 +1,205 @@
+"""aiokafka as this backend uses it: its names without its missing types, and its inside, bounded.
+
+Whatever is not part of the driver's public interface is touched here and nowhere else. It has no
+way to ask for metadata without creating the topic it asks about, none to end a client that cannot
+reach its broker, and none to ask for another round of the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from typing import Any, Final
+
+import aiokafka
+import aiokafka.admin
+import aiokafka.coordinator.protocol
+import aiokafka.partitioner
+import aiokafka.protocol.admin
+import aiokafka.protocol.commit
+import aiokafka.protocol.metadata
+import aiokafka.protocol.offset
+from aiokafka import errors
+
+__all__ = [
+    "Admin",
+    "Consumer",
+    "Listener",
+    "MemberAssignment",
+    "MemberMetadata",
+    "NewTopic",
+    "OffsetAndMetadata",
+    "Producer",
+    "RecordsToDelete",
+    "TopicPartition",
+    "close_admin",
+    "close_consumer",
+    "close_producer",
+    "create_nothing",
+    "errors",
+    "partition_of",
+    "rejoin",
+]
+
+# The driver ships no types: what comes from it is looked at where it is used.
+_aiokafka: Any = aiokafka
+_admin: Any = aiokafka.admin
+_group_protocol: Any = aiokafka.coordinator.protocol
+_protocol: Any = aiokafka.protocol
+_partitioner: Any = aiokafka.partitioner
+
+Consumer: Final[Any] = _aiokafka.AIOKafkaConsumer
+Producer: Final[Any] = _aiokafka.AIOKafkaProducer
+Admin: Final[Any] = _admin.AIOKafkaAdminClient
+NewTopic: Final[Any] = _admin.NewTopic
+RecordsToDelete: Final[Any] = _admin.RecordsToDelete
+TopicPartition: Final[Any] = _aiokafka.TopicPartition
+OffsetAndMetadata: Final[Any] = _aiokafka.OffsetAndMetadata
+MemberMetadata: Final[Any] = _group_protocol.ConsumerProtocolMemberMetadata
+MemberAssignment: Final[Any] = _group_protocol.ConsumerProtocolMemberAssignment
+Listener: Final[Any] = _aiokafka.ConsumerRebalanceListener
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+CLOSING: Final = 5.0  # seconds for a client to say goodbye; then its tasks are cancelled
+FORCED: Final = 1.0
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of a key, as every Kafka client computes it.
+
+    >>> partition_of(b"customer-7", 12)
+    7
+    """
+    number: int = _partitioner.murmur2(key)
+    return (number & 0x7FFF_FFFF) % partitions
+
+
+def client_of(user: Any) -> Any:
+    """The connection pool of a consumer, producer or admin client."""
+    return user.client if hasattr(user, "client") else user._client  # noqa: SLF001
+
+
+def create_nothing(user: Any) -> Any:
+    """Let a client ask for metadata without creating the topics it asks about; returns it.
+
+    Otherwise every client that still knows a deleted topic brings it back, with the broker's
+    defaults instead of the declared ones.
+    """
+    client = client_of(user)
+
+    async def update(cluster: Any, topics: Any) -> bool:
+        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes += [node for node, _ in client._conns if node == "bootstrap"]
+        random.shuffle(nodes)
+        for node in nodes:
+            connection = await client._get_conn(node)
+            if connection is None:
+                continue
+            try:
+                found = await connection.send(metadata_request(list(topics) if topics else None))
+            except (errors.KafkaError, TimeoutError):
+                continue
+            if not found.brokers:
+                return False
+            cluster.update_metadata(found)
+            if ("bootstrap", 0) in client._conns and cluster.brokers():
+                client._conns.pop(("bootstrap", 0)).close()
+            return True
+        cluster.failed_update(None)
+        return False
+
+    client._metadata_update = update
+    return user
+
+
+def metadata_request(topics: list[str] | None) -> Any:
+    """About these topics, or all of them; none is created."""
+    return _protocol.metadata.MetadataRequest(topics, allow_auto_topic_creation=False)
+
+
+def offsets_request(topics: list[tuple[str, list[tuple[int, int]]]]) -> Any:
+    """The first or the next offset of partitions."""
+    return _protocol.offset.OffsetRequest(-1, 0, topics)
+
+
+def commit_request(group: str, topic: str, partitions: list[tuple[int, int, str]]) -> Any:
+    """A commit for a group without members."""
+    return _protocol.commit.OffsetCommitRequest(group, -1, "", -1, [(topic, partitions)])
+
+
+def delete_groups_request(groups: list[str]) -> Any:
+    """Forget groups that have no members."""
+    return _protocol.admin.DeleteGroupsRequest(groups)
+
+
+def rejoin(consumer: Any) -> None:
+    """Ask for another round of the group, to say something new to its leader."""
+    coordinator = consumer._coordinator
+    if coordinator is not None:
+        coordinator.request_rejoin()
+
+
+def generation_of(consumer: Any) -> int:
+    """The round of the group in which this consumer takes part."""
+    coordinator = consumer._coordinator
+    return -1 if coordinator is None else int(coordinator.generation)
+
+
+async def close_consumer(consumer: Any) -> None:
+    """Leave the group and disconnect; a broker that does not answer is not waited for long."""
+    if await _within(CLOSING, consumer.stop()):
+        return
+    coordinator, fetcher = consumer._coordinator, consumer._fetcher
+    if coordinator is not None:
+        if hasattr(coordinator, "_coordination_task"):
+            coordinator._coordination_task.cancel()
+            await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
+            await _within(FORCED, coordinator._stop_heartbeat_task())
+            await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
+        else:
+            await _within(FORCED, coordinator.close())
+    if fetcher is not None:
+        await _within(FORCED, fetcher.close())
+    await _within(FORCED, consumer._client.close())
+
+
+def has_ended(producer: Any) -> bool:
+    """Whether a producer met an error after which it sends nothing more."""
+    sending = producer._sender.sender_task
+    return sending is not None and bool(sending.done())
+
+
+async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
+    """Wait so long for what is on its way, then give it up and disconnect."""
+    if flush > 0 and await _within(flush, producer.stop()):
+        return
+    producer._closed = True
+    sending = producer._sender.sender_task
+    if sending is not None:
+        for _ in range(3):  # it waits for its requests, and each takes a cancellation
+            sending.cancel()
+            await asyncio.wait({sending}, timeout=0.05)
+            if sending.done():
+                break
+    await _within(FORCED, producer.client.close())
+    if sending is not None and not sending.done():
+        sending.cancel()
+        await asyncio.wait({sending}, timeout=FORCED)
+
+
+async def close_admin(admin: Any) -> None:
+    """Disconnect."""
+    await _within(CLOSING, admin.close())
+
+
+async def _within(seconds: float, work: Any) -> bool:
+    """Whether it came to its end, well or not, in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            with contextlib.suppress(errors.KafkaError, OSError):
+                await work
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,408 @@
+"""A consumer of a channel: deliveries up to its prefetch, settled in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Final
+
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.kafka_log import record
+from qkit.backends.kafka_log.cluster import Cluster
+from qkit.backends.kafka_log.connection import (
+    BACKEND,
+    DRIVER_ERRORS,
+    Address,
+    error_of,
+    translated,
+)
+from qkit.backends.kafka_log.delays import Delays, Item, delayed
+from qkit.backends.kafka_log.membership import Membership, Place, Timing
+from qkit.backends.kafka_log.record import KafkaRecord, Origin
+from qkit.backends.kafka_log.sending import Placed, Sending
+from qkit.backends.kafka_log.tracker import Tracker
+from qkit.clock import Clock
+from qkit.errors import (
+    AckDeadlineExceeded,
+    MessageNotFound,
+    QueueError,
+    SubscriptionLost,
+    Unsupported,
+)
+from qkit.logs import logger
+from qkit.message import GROUP, Envelope
+
+__all__ = ["KafkaSubscription"]
+
+SAFETY: Final = 5.0
+
+
+class KafkaSubscription:
+    """A live claim on a channel's partitions: at most ``prefetch`` unsettled deliveries.
+
+    What is given back uncharged and at once stays here and is delivered next. Only when this
+    consumer stops does it go to the retry topic, where the others find it.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        cluster: Cluster,
+        sending: Sending,
+        spec: SubscriptionSpec,
+        *,
+        group: str,
+        retry: str,
+        timing: Timing,
+        batch: int | None,
+        clock: Clock,
+    ) -> None:
+        self.queue = spec.queue
+        self.group = group
+        self._group = spec.group if spec.broadcast else None
+        self._retry = retry
+        self._prefetch = spec.prefetch
+        self._sending = sending
+        self._clock = clock
+        self.held: set[Item] = set()
+        self._returned: deque[Item] = deque()
+        self._due: deque[Item] = deque()
+        self._fetched: deque[Item] = deque()
+        self._polling: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._stopped = False
+        self.membership = Membership(
+            address,
+            cluster,
+            group=group,
+            topic=spec.queue,
+            retry=retry,
+            from_end=spec.broadcast,
+            timing=timing,
+            batch=batch,
+            moved=self._moved,
+            changed=self._wake,
+        )
+        self._delays = Delays(
+            address,
+            sending,
+            topic=retry,
+            group=self._group,
+            clock=clock,
+            ready=self._is_due,
+            settled=self.membership.settled,
+        )
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member of its group."""
+        return self.membership.joined
+
+    async def open(self) -> None:
+        """Join the group; returns when this consumer has its first share of it."""
+        await self._delays.start()
+        await self.membership.join()
+
+    # Receive
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the topic is deleted or the driver gives up.
+        """
+        deadline = self._clock.monotonic() + SAFETY
+        while not self._stopped:
+            if self.membership.broken is not None:
+                raise self.membership.broken
+            self._news.clear()
+            free = min(limit, self._prefetch - len(self.held))
+            if free > 0:
+                found = self._take(free) or await self._read_now(free)
+                if found:
+                    return found
+            seconds = deadline - self._clock.monotonic()
+            if seconds <= 0:
+                return []
+            await self._wait(free, seconds)
+        return []
+
+    def _take(self, most: int) -> list[Delivery]:
+        """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
+        taken: list[Delivery] = []
+        for waiting in (self._returned, self._due, self._fetched):
+            while waiting and len(taken) < most:
+                item = waiting.popleft()
+                if not item.tracker.lost:
+                    taken.append(self._deliver(item))
+        return taken
+
+    def _deliver(self, item: Item) -> Delivery:
+        item.tracker.held += 1
+        self.held.add(item)
+        return Delivery(item.envelope, self.queue, item)
+
+    async def _read_now(self, most: int) -> list[Delivery]:
+        """What the driver has fetched already; it does not wait."""
+        if self._polling is not None or not self.membership.steady:
+            return []
+        try:
+            for tracker, records in await self.membership.poll(most, 0.0):
+                self._accept(tracker, records)
+        except DRIVER_ERRORS as error:
+            raise self._lost(error) from error
+        return self._take(most)
+
+    async def _wait(self, free: int, seconds: float) -> None:
+        """Wait for a record, or for news of any other kind; safe to cancel."""
+        if free > 0 and self._polling is None:
+            self._polling = asyncio.create_task(
+                self._poll(free, seconds), name=f"qkit kafka {self.group} poll"
+            )
+            self._polling.add_done_callback(self._polled)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    async def _poll(self, most: int, seconds: float) -> None:
+        for tracker, records in await self.membership.poll(most, seconds):
+            self._accept(tracker, records)
+
+    def _polled(self, polling: asyncio.Task[None]) -> None:
+        self._polling = None
+        if not polling.cancelled() and (error := polling.exception()) is not None:
+            self.membership.fail(self._lost(error))
+        self._wake()
+
+    def _accept(self, tracker: Tracker, records: list[KafkaRecord]) -> None:
+        """Turn what was read into messages, in the order of the log."""
+        group = self._group
+        for found in records:
+            offset = found.offset
+            if offset < tracker.end:
+                self.membership.fail(self._lost(LookupError("the topic was made anew")))
+                return
+            if tracker.is_settled(offset):
+                tracker.skip_to(offset + 1)
+                continue
+            envelope, facts = record.decode(found)
+            if facts.removed is not None or (
+                group is not None and not record.for_group(envelope, group)
+            ):
+                tracker.skip_to(offset + 1)
+                continue
+            tracker.read(offset)
+            if facts.origin is None:
+                facts = facts._replace(origin=Origin(found.topic, found.partition, offset))
+            self._fetched.append(Item(tracker, offset, envelope, facts))
+        if not tracker.pending:
+            self.membership.settled(tracker)  # all of it was for others
+
+    def _is_due(self, item: Item) -> None:
+        self._due.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        polling = self._polling
+        if polling is not None and not self.membership.steady:
+            polling.cancel()  # it would return what was read before the rebalance
+
+    # Settle
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done; the commit follows, with those of others."""
+        item = self._item(delivery, "ack")
+        delivery.receipt = None
+        self._settle(item)
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        item = self._item(delivery, "release")
+        if delay <= 0 and not count_attempt and not self._stopped:
+            delivery.receipt = None
+            self._forget(item)
+            self._returned.appendleft(item)
+            self._wake()
+            return
+        await self._send_back([item], delay, count_attempt=count_attempt)
+        delivery.receipt = None
+        self._settle(item)
+
+    async def _send_back(self, items: list[Item], delay: float, *, count_attempt: bool) -> None:
+        """A copy in the retry topic first, then it may be settled here."""
+        now = self._clock.time()
+        due = now + delay if delay > 0 else None
+        records = []
+        for item in items:
+            envelope = item.envelope
+            if self._group is not None:
+                headers = {**envelope.headers, GROUP: self._group}
+                envelope = Envelope(
+                    envelope.id, envelope.body, headers, envelope.key,
+                    expires_at=envelope.expires_at, attempt=envelope.attempt,
+                )  # fmt: skip
+            deliveries = envelope.attempt - (not count_attempt)
+            sent = delayed(envelope, deliveries, due, now, item.facts)
+            records.append(sent._replace(partition=self._idle_tier()) if due is None else sent)
+        for result in await self._sending.send(self._retry, records, "release"):
+            if not isinstance(result, Placed):
+                raise result
+
+    def _idle_tier(self) -> int:
+        """A tier of which this consumer holds nothing, so that it can go to another at once."""
+        busy = {
+            place.partition
+            for place, tracker in self.membership.trackers.items()
+            if place.topic == self._retry and tracker.held
+        }
+        return next((tier for tier in range(len(busy) + 1) if tier not in busy), 0)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Kafka has no leases: a message is this consumer's while it has the partition."""
+        raise Unsupported(
+            "Kafka has no leases to extend",
+            backend=BACKEND,
+            operation="extend",
+            queue=delivery.queue,
+        )
+
+    def _item(self, delivery: Delivery, operation: str) -> Item:
+        item = delivery.receipt
+        if not isinstance(item, Item) or (item not in self.held and not item.tracker.lost):
+            raise MessageNotFound(
+                "this delivery was settled before: settle each one once",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        if item.tracker.lost:
+            raise AckDeadlineExceeded(
+                "the partition of this message went to another consumer, which handles it again: "
+                "make handlers shorter than half the session, or run fewer rebalances",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        return item
+
+    def _settle(self, item: Item) -> None:
+        if item.tracker.lost:
+            return  # it went to another while the copy was written
+        item.tracker.settle(item.offset)
+        self._forget(item)
+        self.membership.settled(item.tracker)
+
+    def _forget(self, item: Item) -> None:
+        if item in self.held:
+            self.held.discard(item)
+            item.tracker.held -= 1
+            self._news.set()
+
+    # Partitions come and go
+
+    def _moved(self) -> None:
+        self.held = {item for item in self.held if not item.tracker.lost}
+        if not self._stopped:
+            tiers: dict[Place, Tracker] = {
+                place: tracker
+                for place, tracker in self.membership.trackers.items()
+                if place.topic == self._retry
+            }
+            self._delays.assign(tiers)
+
+    def purge(self, ends: dict[Place, int]) -> int:
+        """Let go of everything before these offsets that nobody works on; return how many left."""
+        for waiting in (self._returned, self._due, self._fetched):
+            waiting.clear()
+        kept = 0
+        mine = {(item.tracker, item.offset) for item in self.held}
+        for place, tracker in self.membership.trackers.items():
+            for offset in [each for each in tracker.pending if (tracker, each) not in mine]:
+                if offset < ends.get(place, 0):
+                    tracker.settle(offset)
+            kept += len(tracker.pending)
+            self.membership.skip_to(place, max(tracker.end, ends.get(place, 0)))
+            self.membership.settled(tracker)
+        self._moved()
+        return kept
+
+    def origin_of(self, envelope: Envelope) -> Origin | None:
+        """Where a message that is held here lay at first; a dead letter tells it."""
+        for item in self.held:
+            if item.envelope.body is envelope.body and item.envelope.id == envelope.id:
+                return item.facts.origin
+        return None
+
+    def _lost(self, error: BaseException) -> SubscriptionLost:
+        if isinstance(error, SubscriptionLost):
+            return error
+        said = str(error) if isinstance(error, LookupError) else error_of(error, "").message
+        return SubscriptionLost(
+            f"the subscription broke: {said}",
+            backend=BACKEND,
+            operation="receive",
+            queue=self.queue,
+            cause=error,
+        )
+
+    # The end
+
+    async def stop(self) -> None:
+        """Fetch no more and let others have what nobody here works on; acks still count."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._wake()
+        await self._cancel_polling()
+        await self._delays.stop()
+        await self._pass_on()
+        if self.held:
+            self.membership.resign()
+        else:
+            await self.membership.leave()
+
+    async def _pass_on(self) -> None:
+        """What was read and not begun goes on, where a message that is held keeps its partition."""
+        items = [
+            item
+            for waiting in (self._returned, self._due, self._fetched)
+            for item in waiting
+            if item.tracker.held and not item.tracker.lost
+        ]
+        if not items:
+            return
+        try:
+            async with translated("release", self.queue):
+                await self._send_back(items, 0.0, count_attempt=False)
+        except QueueError as error:  # they stay in the log, for whoever has the partition next
+            logger.warning("%s: messages could not be passed on: %s", self.queue, error)
+            return
+        for item in items:
+            item.tracker.settle(item.offset)
+            self.membership.settled(item.tracker)
+
+    async def _cancel_polling(self) -> None:
+        polling = self._polling
+        if polling is not None:
+            polling.cancel()
+            await asyncio.wait({polling})
+
+    async def leave(self) -> None:
+        """Stop, commit, leave the group; what is not settled comes again to others."""
+        try:
+            await self._cancel_polling()
+        finally:
+            self._stopped = True
+            try:
+                await self._delays.stop()
+            finally:
+                await self.membership.leave()
+                self.held.clear()
+
+

@@ -1,0 +1,27 @@
+"""Kafka keeps the contract, on a real server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import ClassVar
+
+import pytest_asyncio
+
+from qkit.backends.kafka import KafkaBackend
+from qkit.clock import Clock
+from qkit.config import SettingsValues
+from qkit.conformance import MATRIX, Conformance, NewBackend
+
+
+class TestKafka(Conformance):
+    column = MATRIX["kafka"]
+    settings: ClassVar[SettingsValues] = {
+        "type": "kafka",
+        "url": "localhost:9092",  # unused: the backends are given
+    }
+
+    @pytest_asyncio.fixture
+    async def new_backend(  # type: ignore[override]  # a fixture's arguments are pytest's business
+        self, clock: Clock, kafka_url: str
+    ) -> AsyncGenerator[NewBackend, None]:
+        yield lambda: KafkaBackend(kafka_url, clock=clock, partitions=4, heartbeat=0.2)
