@@ -136,33 +136,38 @@ class KafkaBackend:
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Append messages, as many as can be; the others' errors are in ``PartialSend``."""
         spec = self._specs.get(queue)
-        fitting = await self._fitting(queue, spec, len(envelopes))
-        results = await self._append(queue, spec, envelopes[:fitting])
-        results += [_full(queue, envelope) for envelope in envelopes[fitting:]]
+        limited = spec is not None and spec.max_depth is not None
+        if limited or not all(_is_plain(envelope) for envelope in envelopes):
+            results = await self._publish_with_care(queue, spec, envelopes)
+        else:
+            records = [Outgoing(*record.encode(envelope)) for envelope in envelopes]
+            results = await self._sending.send(queue, records)
         failed = [item for item in results if isinstance(item, QueueError)]
-        if failed and len(failed) == len(results):
+        if not failed:
+            return [Sent(envelope.id) for envelope in envelopes]
+        if len(failed) == len(results):
             raise failed[0]
-        if failed:
-            raise PartialSend(
-                f"{len(failed)} of {len(results)} messages were not accepted, the first because "
-                f"{failed[0].message}",
-                [
-                    item if isinstance(item, QueueError) else Sent(envelope.id)
-                    for item, envelope in zip(results, envelopes, strict=True)
-                ],
-                backend=self.name,
-                operation="publish",
-                queue=queue,
-            )
-        return [Sent(envelope.id) for envelope in envelopes]
+        raise PartialSend(
+            f"{len(failed)} of {len(results)} messages were not accepted, the first because "
+            f"{failed[0].message}",
+            [
+                item if isinstance(item, QueueError) else Sent(envelope.id)
+                for item, envelope in zip(results, envelopes, strict=True)
+            ],
+            backend=self.name,
+            operation="publish",
+            queue=queue,
+        )
 
-    async def _append(
+    async def _publish_with_care(
         self, queue: str, spec: QueueSpec | None, envelopes: Sequence[Envelope]
     ) -> list[Placed | QueueError]:
+        """Delayed messages, those for one group, dead letters, and queues with a limit."""
+        fitting = await self._fitting(queue, spec, len(envelopes))
         now = self._clock.time()
         direct: dict[int, Outgoing] = {}
         aside: dict[int, Outgoing] = {}
-        for number, envelope in enumerate(envelopes):
+        for number, envelope in enumerate(envelopes[:fitting]):
             due = envelope.not_before
             if (due is not None and due > now) or self._for_one_group(spec, envelope):
                 aside[number] = delayed(envelope, 0, due, now, NEW)
@@ -178,7 +183,10 @@ class KafkaBackend:
             results.update(zip(records, placed, strict=True))
         if spec is not None and spec.drop_oldest and spec.max_depth is not None:
             await self._trim(queue, spec.max_depth, list(results.values()))
-        return [results[number] for number in range(len(envelopes))]
+        return [
+            results[number] if number in results else _full(queue, envelope)
+            for number, envelope in enumerate(envelopes)
+        ]
 
     @staticmethod
     def _for_one_group(spec: QueueSpec | None, envelope: Envelope) -> bool:
@@ -328,6 +336,13 @@ async def _to_the_end(subscription: KafkaSubscription) -> None:
         with suppress(QueueNotFound):
             await leaving
         raise
+
+
+def _is_plain(envelope: Envelope) -> bool:
+    if envelope.not_before is not None:
+        return False
+    headers = envelope.headers
+    return not headers or (GROUP not in headers and DEAD_REASON not in headers)
 
 
 def _full(queue: str, envelope: Envelope) -> QueueFull:

@@ -116,7 +116,7 @@ class Cluster:
         self, topic: str, partitions: int, replicas: int, config: Mapping[str, str]
     ) -> None:
         """Make a topic, unless it exists; returns when its partitions can be used."""
-        if topic in self._partitions or await self.look(topic):
+        if await self.look(topic):
             return
         async with translated("declare", topic), asyncio.timeout(self._address.timeout):
             new = NewTopic(topic, partitions, replicas, topic_configs=dict(config))

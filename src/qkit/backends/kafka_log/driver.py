@@ -78,7 +78,7 @@ def partition_of(key: bytes, partitions: int) -> int:
 
 def client_of(user: Any) -> Any:
     """The connection pool of a consumer, producer or admin client."""
-    return user.client if hasattr(user, "client") else user._client  # noqa: SLF001
+    return user.client if hasattr(user, "client") else user._client
 
 
 def create_nothing(user: Any) -> Any:
@@ -147,9 +147,9 @@ def generation_of(consumer: Any) -> int:
     return -1 if coordinator is None else int(coordinator.generation)
 
 
-async def close_consumer(consumer: Any) -> None:
+async def close_consumer(consumer: Any, *, patience: float = CLOSING) -> None:
     """Leave the group and disconnect; a broker that does not answer is not waited for long."""
-    if await _within(CLOSING, consumer.stop()):
+    if await _within(patience, consumer.stop()):
         return
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
     if coordinator is not None:
@@ -176,6 +176,7 @@ async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
     if flush > 0 and await _within(flush, producer.stop()):
         return
     producer._closed = True
+    producer._message_accumulator._closed = True  # what comes now is refused
     sending = producer._sender.sender_task
     if sending is not None:
         for _ in range(3):  # it waits for its requests, and each takes a cancellation

@@ -153,7 +153,8 @@ class Membership:
             await self._commit(consumer)
         finally:
             self._lose(list(self.trackers))
-            await driver.close_consumer(consumer)
+            patience = driver.CLOSING if self.broken is None else driver.FORCED
+            await driver.close_consumer(consumer, patience=patience)
 
     # Reading
 

@@ -8,8 +8,10 @@ together with its producer, so that it cannot arrive after its sender was told t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from qkit.backends.kafka_log import driver
@@ -19,7 +21,6 @@ from qkit.backends.kafka_log.connection import (
     DRIVER_ERRORS,
     Address,
     error_of,
-    translated,
 )
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 from qkit.logs import logger
@@ -28,6 +29,7 @@ __all__ = ["Outgoing", "Placed", "Sending"]
 
 BATCH_BYTES: Final = 512 << 10
 STICKY_BYTES: Final = 16 << 10  # keyless records stay on one partition for so long, as Java's do
+LOOK_EVERY: Final = 0.25
 SLOW: Final = 0.5  # a send that takes longer may be to a topic that somebody deleted
 FLUSH: Final = 1.0
 
@@ -57,6 +59,13 @@ class _Batch(NamedTuple):
     future: asyncio.Future[Any]
 
 
+class _Flight(NamedTuple):
+    """A batch on its way: where to, since when."""
+
+    topic: str
+    since: float
+
+
 class Sending:
     """Everything this backend sends; returns once every in-sync replica has it."""
 
@@ -65,9 +74,9 @@ class Sending:
         self._cluster = cluster
         self._producer: Any = None
         self._making = asyncio.Lock()
-        self._on_way: dict[Any, set[asyncio.Future[Any]]] = {}  # by producer
+        self._on_way: dict[Any, dict[asyncio.Future[Any], _Flight]] = {}  # by producer
+        self._watching: asyncio.Task[None] | None = None
         self._sticky: dict[str, tuple[int, int]] = {}  # partition and bytes sent to it
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(
         self, topic: str, records: Sequence[Outgoing], operation: str = "publish"
@@ -81,27 +90,30 @@ class Sending:
             return []
         partitions = await self._cluster.partitions(topic, operation)
         batches: list[_Batch] = []
-        async with translated(operation, topic):
-            producer = self._producer or await self._make()
-            try:
-                await self._hand_over(producer, topic, partitions, records, batches)
-                await self._confirmed(producer, topic, batches, operation)
-            except DRIVER_ERRORS:  # a producer that refuses a batch refuses all that follow
-                await self._retire(producer)
-                raise
-            finally:
-                self._let_go(producer, batches)
+        producer = self._producer
+        try:
+            if producer is None:
+                producer = await self._make()
+            await self._hand_over(producer, topic, partitions, records, batches)
+            for batch in batches:
+                # Shielded: a sender that goes away leaves its batch under watch.
+                with contextlib.suppress(QueueError, *DRIVER_ERRORS):
+                    await asyncio.shield(batch.future)
+        except DRIVER_ERRORS as error:  # a producer that refuses a batch refuses all that follow
+            await self._retire(producer)
+            raise error_of(error, operation, topic) from error
         results: list[Placed | QueueError] = [_LOST] * len(records)
         for batch in batches:
             outcome = _outcome(batch, operation, topic)
-            for at, number in enumerate(batch.numbers):
-                results[number] = (
-                    outcome._replace(offset=outcome.offset + at)
-                    if isinstance(outcome, Placed)
-                    else outcome
-                )
             if isinstance(outcome, QueueError):
                 self._cluster.forget(topic)
+                for number in batch.numbers:
+                    results[number] = outcome
+            else:
+                partition, offset, log_start = outcome
+                for number in batch.numbers:
+                    results[number] = Placed(partition, offset, log_start)
+                    offset += 1
         if driver.has_ended(producer):
             await self._retire(producer)
         return results
@@ -119,21 +131,18 @@ class Sending:
         for number, record in enumerate(records):
             partition = self._partition(topic, partitions, record)
             by_partition.setdefault(partition, []).append(number)
-        waiting = self._on_way.setdefault(producer, set())
+        flights = self._on_way[producer]
+        since = asyncio.get_running_loop().time()
         for partition, numbers in by_partition.items():
             for chosen, batch in _packed(producer, records, numbers):
                 future = await producer.send_batch(batch, topic, partition=partition)
-                waiting.add(future)
+                flights[future] = _Flight(topic, since)
+                future.add_done_callback(functools.partial(_land, flights))
                 batches.append(_Batch(partition, chosen, future))
-
-    def _let_go(self, producer: Any, batches: list[_Batch]) -> None:
-        """Nobody waits here any more; what is not confirmed, because of that, is watched."""
-        pending = {batch.future for batch in batches if not batch.future.done()}
-        waiting = self._on_way.get(producer)
-        if waiting is not None:
-            waiting.difference_update({batch.future for batch in batches} - pending)
-        if pending:
-            self._spawn(self._give_up_later(producer, pending))
+                if producer not in self._on_way:  # it was given up in between
+                    future.set_exception(_given_up())
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
 
     def _partition(self, topic: str, partitions: int, record: Outgoing) -> int:
         if record.partition is not None:
@@ -146,37 +155,34 @@ class Sending:
         self._sticky[topic] = partition, sent + len(record.value)
         return partition
 
-    async def _confirmed(
-        self, producer: Any, topic: str, batches: list[_Batch], operation: str
-    ) -> None:
-        """Wait for the confirmations; without them the producer is given up."""
-        left = self._address.timeout
-        futures = [batch.future for batch in batches]
-        _, pending = await asyncio.wait(futures, timeout=min(SLOW, left))
-        if not pending:
-            return
-        if not await self._cluster.look(topic):
-            await self._retire(producer, flush=FLUSH, doomed=set(futures))
-            raise not_found(topic, operation)
-        _, pending = await asyncio.wait(futures, timeout=max(0.0, left - SLOW))
-        if pending:
-            await self._retire(producer)
-            raise SendTimeout(
-                f"Kafka did not confirm within {left:g} s: the messages may or may not have "
-                "arrived",
-                backend=BACKEND,
-                operation=operation,
-                queue=topic,
-            )
+    # What is not confirmed
 
-    async def _give_up_later(self, producer: Any, futures: set[asyncio.Future[Any]]) -> None:
-        """Nobody waits for these any more; they must not be tried for ever."""
-        _, pending = await asyncio.wait(futures, timeout=self._address.timeout / 2)
-        waiting = self._on_way.get(producer)
-        if waiting is not None:
-            waiting.difference_update(futures)
-        if pending:
-            await self._retire(producer)
+    async def _watch(self) -> None:
+        """Look after what is on its way, while there is any for long."""
+        try:
+            await asyncio.sleep(LOOK_EVERY)
+            while any(self._on_way.values()):
+                for producer, flights in list(self._on_way.items()):
+                    await self._look_after(producer, list(flights.items()))
+                await asyncio.sleep(LOOK_EVERY)
+        finally:
+            self._watching = None
+
+    async def _look_after(
+        self, producer: Any, flights: list[tuple[asyncio.Future[Any], _Flight]]
+    ) -> None:
+        now = asyncio.get_running_loop().time()
+        if any(now - flight.since >= self._address.timeout for _, flight in flights):
+            await self._retire(producer, error=_given_up())
+            return
+        slow = {flight.topic for _, flight in flights if now - flight.since >= SLOW}
+        for topic in slow:
+            with contextlib.suppress(QueueError):
+                if not await self._cluster.look(topic):
+                    # The driver would wait for somebody to make the topic again, and then send.
+                    doomed = {future for future, flight in flights if flight.topic == topic}
+                    await self._retire(producer, spare=doomed, error=not_found(topic, "publish"))
+                    return
 
     # The producer
 
@@ -199,7 +205,7 @@ class Sending:
                 except BaseException:
                     await driver.close_producer(producer, flush=0.0)
                     raise
-                self._on_way[producer] = set()
+                self._on_way[producer] = {}
                 self._producer = producer
             return self._producer
 
@@ -207,32 +213,27 @@ class Sending:
         self,
         producer: Any,
         *,
-        flush: float = 0.0,
-        doomed: Iterable[asyncio.Future[Any]] = (),
+        error: QueueError | None = None,
+        spare: Collection[asyncio.Future[Any]] | None = None,
     ) -> None:
-        """Go on with another producer; what this one has not sent by then is never sent."""
+        """Go on with another producer; what this one has not sent by then is never sent.
+
+        With ``spare`` only those are given up at once; the others have a moment to be confirmed.
+        """
         if self._producer is producer:
             self._producer = None
-        waiting = self._on_way.pop(producer, None)
-        if waiting is None:
+        flights = self._on_way.pop(producer, None)
+        if flights is None:
             return  # somebody else does it
-        others = waiting - set(doomed)
-        if flush > 0 and others:
-            await asyncio.wait(others, timeout=flush)
+        others = set(flights) - set(spare) if spare is not None else set()
+        if others:
+            await asyncio.wait(others, timeout=FLUSH)
+        pending = [future for future in flights if not future.done()]
         await driver.close_producer(producer, flush=0.0)
-        given_up = BackendUnavailable(
-            "the connection was given up because Kafka did not confirm in time",
-            backend=BACKEND,
-            operation="publish",
-        )
-        for future in waiting:
+        for future in pending:
             if not future.done():
-                future.set_exception(given_up)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work, name="qkit kafka unconfirmed")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+                mine = spare is None or future in spare
+                future.set_exception(copy.copy(error) if error and mine else _given_up())
 
     async def aclose(self) -> None:
         """Wait for what is on its way, and disconnect."""
@@ -241,10 +242,9 @@ class Sending:
         if producer is not None:
             self._on_way.pop(producer, None)
             await driver.close_producer(producer, flush=min(driver.CLOSING, self._address.timeout))
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait({self._watching})
 
 
 def _packed(
@@ -273,6 +273,20 @@ def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:
         logger.debug("%s: not sent: %r", topic, error)
         return error_of(error, operation, topic)
     return Placed(batch.partition, found.offset, max(0, found.log_start_offset or 0))
+
+
+def _land(flights: dict[asyncio.Future[Any], _Flight], future: asyncio.Future[Any]) -> None:
+    flights.pop(future, None)
+    if not future.cancelled():
+        future.exception()  # perhaps nobody asks for it any more
+
+
+def _given_up() -> SendTimeout:
+    return SendTimeout(
+        "Kafka did not confirm in time: the messages may or may not have arrived",
+        backend=BACKEND,
+        operation="publish",
+    )
 
 
 _LOST: Final = BackendUnavailable("not confirmed", backend=BACKEND, operation="publish")

@@ -205,6 +205,8 @@ class KafkaSubscription:
 
     def _wake(self) -> None:
         self._news.set()
+        if self.membership.broken is not None:
+            self._delays.assign({})
         polling = self._polling
         if polling is not None and not self.membership.steady:
             polling.cancel()  # it would return what was read before the rebalance

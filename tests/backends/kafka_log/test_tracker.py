@@ -1,0 +1,139 @@
+"""The tracker: out-of-order settlement, a mark that never passes an unsettled message."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from qkit.backends.kafka_log.tracker import METADATA_LIMIT, Saved, Tracker, left
+
+
+def tracker_of(count: int, start: int = 0) -> Tracker:
+    tracker = Tracker(start)
+    for offset in range(start, start + count):
+        tracker.read(offset)
+    return tracker
+
+
+def unsettled(saved: Saved, end: int) -> set[int]:
+    """What whoever takes over would deliver."""
+    heir = Tracker(saved.offset, saved.metadata)
+    return {offset for offset in range(saved.offset, end) if not heir.is_settled(offset)}
+
+
+def test_in_order_the_mark_follows() -> None:
+    tracker = tracker_of(5, start=10)
+    for offset in range(10, 15):
+        assert tracker.snapshot() == Saved(offset)
+        tracker.settle(offset)
+    assert tracker.snapshot() == Saved(15)
+
+
+def test_the_oldest_that_is_held_pins_the_mark_and_the_gaps_are_kept() -> None:
+    tracker = tracker_of(10)
+    for offset in (1, 2, 3, 5, 9):
+        tracker.settle(offset)
+    saved = tracker.snapshot()
+    assert saved.offset == 0
+    assert unsettled(saved, 10) == {0, 4, 6, 7, 8}
+    tracker.settle(0)
+    assert tracker.snapshot().offset == 4
+
+
+def test_offsets_without_a_record_hold_nothing_up() -> None:
+    tracker = Tracker(0)
+    for offset in (0, 3, 7):  # compacted, or the markers of a transaction
+        tracker.read(offset)
+    tracker.settle(3)
+    assert unsettled(tracker.snapshot(), 8) == {0, 7}
+    tracker.settle(0)
+    assert tracker.snapshot() == Saved(7)
+    tracker.settle(7)
+    assert tracker.snapshot() == Saved(8)
+
+
+def test_settling_twice_or_what_was_never_read_changes_nothing() -> None:
+    tracker = tracker_of(3)
+    tracker.settle(1)
+    tracker.settle(1)
+    tracker.settle(99)
+    assert unsettled(tracker.snapshot(), 3) == {0, 2}
+
+
+def test_an_heir_keeps_what_it_has_not_read_yet() -> None:
+    first = tracker_of(100)
+    for offset in range(100):
+        if offset not in {0, 50, 99}:
+            first.settle(offset)
+    heir = Tracker(first.snapshot().offset, first.snapshot().metadata)
+    heir.read(0)
+    heir.settle(0)
+    saved = heir.snapshot()
+    assert saved.offset == 50
+    assert unsettled(saved, 100) == {50, 99}
+    heir.read(50)
+    heir.settle(50)
+    assert unsettled(heir.snapshot(), 100) == {99}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["", "theirs", "qk1", "qk1 5", "qk1 3 9", "qk1 5 0-9", "qk1 5 -1", "qk1 x 0", "qk1 2 0-99999999"],
+)
+def test_metadata_of_another_making_settles_nothing(metadata: str) -> None:
+    assert unsettled(Saved(7, metadata), 20) == set(range(7, 20))
+
+
+def test_metadata_never_outgrows_kafkas_limit_and_never_says_too_much() -> None:
+    tracker = tracker_of(20_000, start=10**12)
+    for offset in range(10**12, 10**12 + 20_000, 2):
+        tracker.settle(offset + 1)
+    saved = tracker.snapshot()
+    assert len(saved.metadata) <= METADATA_LIMIT
+    held = set(tracker.pending)
+    assert held <= unsettled(saved, 10**12 + 20_000)
+    assert len(unsettled(saved, 10**12 + 20_000)) < 20_000, "it says as much as it can"
+
+
+def test_a_long_run_behind_a_slow_message_is_a_few_bytes() -> None:
+    tracker = tracker_of(100_000)
+    for offset in range(1, 100_000):
+        tracker.settle(offset)
+    assert tracker.snapshot() == Saved(0, "qk1 100000 0")
+    assert len(tracker.pending) == 1, "what is settled takes no memory"
+
+
+def test_what_is_left_is_counted() -> None:
+    saved = Saved(10, "qk1 10 0,3-5")
+    assert left(saved, begin=0, end=25) == 4 + 5
+    assert left(saved, begin=14, end=25) == 2 + 5, "the log begins later: it was purged"
+    assert left(saved, begin=30, end=30) == 0
+    assert left(Saved(10), begin=0, end=10) == 0
+
+
+def test_at_random_nothing_unsettled_is_ever_committed() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    for _ in range(100):
+        tracker, held, end = Tracker(0), set[int](), 0
+        for _ in range(dice.randrange(300)):
+            if held and dice.random() < 0.5:
+                offset = dice.choice(sorted(held))
+                held.discard(offset)
+                tracker.settle(offset)
+            elif not tracker.is_settled(end):
+                tracker.read(end)
+                held.add(end)
+                end += 1
+            else:
+                tracker.skip_to(end + 1)
+                end += 1
+            if dice.random() < 0.05:  # another takes over: what is held comes again
+                saved = tracker.snapshot()
+                assert unsettled(saved, end) == held
+                tracker, end = Tracker(saved.offset, saved.metadata), saved.offset
+                held = set()
+                continue
+            assert held <= unsettled(tracker.snapshot(), max(end, 1_000))
