@@ -106,15 +106,11 @@ class Administration:
         waiting: list[_Message] = []
         for group, name in (await self._groups(queue)).items():
             marks = await self._marks(group, queue)
-            held = {
-                (item.facts.origin, item.offset)
-                for each in self._local(group)
-                for item in each.held
-            }
+            held = {(item.place, item.offset) for each in self._local(group) for item in each.held}
             for message in await self._read(log, marks, "peek", limit):
                 if name is not None:
                     message.envelope.headers[GROUP] = name
-                if (message.facts.origin, message.offset) in held:
+                if (message.place, message.offset) in held:
                     continue
                 (ready if message.place.topic == queue else waiting).append(message)
         ready.sort(key=lambda message: message.written_at)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from qkit.backends.kafka_log import driver, record
 from qkit.backends.kafka_log.connection import DRIVER_ERRORS, Address
 from qkit.backends.kafka_log.driver import Consumer
 from qkit.backends.kafka_log.membership import Place
-from qkit.backends.kafka_log.record import Facts, KafkaRecord
+from qkit.backends.kafka_log.record import Facts, KafkaRecord, Origin
 from qkit.backends.kafka_log.sending import Outgoing, Placed, Sending
 from qkit.backends.kafka_log.tiers import Waiting, hop_at, tier_of
 from qkit.backends.kafka_log.tracker import Tracker
@@ -28,14 +27,28 @@ PARK: Final = 5.0
 AGAIN: Final = 1.0  # seconds until a hop that failed is tried again
 
 
-@dataclass(eq=False, slots=True)
 class Item:
-    """A message that was read: where it lies, and what it is."""
+    """A message that was read: where it lies, what it is, and whether somebody works on it."""
 
-    tracker: Tracker
-    offset: int
-    envelope: Envelope
-    facts: Facts
+    __slots__ = ("_facts", "envelope", "held", "offset", "place", "tracker")
+
+    def __init__(
+        self, tracker: Tracker, place: Place, offset: int, envelope: Envelope, facts: Facts
+    ) -> None:
+        self.tracker = tracker
+        self.place = place
+        self.offset = offset
+        self.envelope = envelope
+        self.held = False
+        self._facts = facts
+
+    @property
+    def facts(self) -> Facts:
+        """What its record says; where it lies is where it came from, unless it was sent on."""
+        if self._facts.origin is None:
+            topic, partition = self.place
+            return self._facts._replace(origin=Origin(topic, partition, self.offset))
+        return self._facts
 
 
 def delayed(
@@ -180,8 +193,9 @@ class Delays:
         ):
             tracker.skip_to(found.offset + 1)
             return
-        tracker.read(found.offset)
-        item = Item(tracker, found.offset, envelope, facts)
+        place = found.topic, found.partition
+        item = Item(tracker, place, found.offset, envelope, facts)
+        tracker.read(found.offset, item)
         now = self._clock.time()
         if facts.not_before is None or facts.not_before <= now:
             self._ready(item)

@@ -158,14 +158,12 @@ class Membership:
 
     # Reading
 
-    async def poll(self, most: int, seconds: float) -> list[tuple[Tracker, list[KafkaRecord]]]:
+    async def poll(self, most: int, seconds: float) -> list[tuple[Place, list[KafkaRecord]]]:
         """The next records of the channel's own partitions; safe to cancel."""
         if not self._steady.is_set():
             await self._steady.wait()
         found = await self._consumer.getmany(timeout_ms=round(seconds * 1000), max_records=most)
-        return [
-            (self.trackers[tp], records) for tp, records in found.items() if tp in self.trackers
-        ]
+        return [(place, records) for place, records in found.items() if place in self.trackers]
 
     def skip_to(self, place: Place, offset: int) -> None:
         """Read on from this offset."""

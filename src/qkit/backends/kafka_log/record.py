@@ -71,13 +71,15 @@ def encode(
     >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k"))
     (b'k', b'{}', [('qkit-id', b'0190'), ('tenant', b'acme')])
     """
-    headers = [(ID, _bytes(envelope.id))]
-    if envelope.headers:
-        headers += [(name, _bytes(value)) for name, value in envelope.headers.items()]
+    headers = [(ID, envelope.id.encode("utf-8", "surrogateescape"))]
+    for name, value in envelope.headers.items():
+        headers.append((name, _bytes(value)))
     if deliveries:
         headers.append((ATTEMPT, b"%d" % deliveries))
     if envelope.expires_at is not None:
         headers.append((EXPIRES_AT, _milliseconds(envelope.expires_at)))
+    if facts is NEW:
+        return None if envelope.key is None else _bytes(envelope.key), envelope.body, headers
     if facts.not_before is not None:
         headers.append((NOT_BEFORE, _milliseconds(facts.not_before)))
     if facts.origin is not None:

@@ -64,7 +64,7 @@ class KafkaSubscription:
         self._prefetch = spec.prefetch
         self._sending = sending
         self._clock = clock
-        self.held: set[Item] = set()
+        self._held = 0
         self._returned: deque[Item] = deque()
         self._due: deque[Item] = deque()
         self._fetched: deque[Item] = deque()
@@ -115,7 +115,7 @@ class KafkaSubscription:
             if self.membership.broken is not None:
                 raise self.membership.broken
             self._news.clear()
-            free = min(limit, self._prefetch - len(self.held))
+            free = min(limit, self._prefetch - self._held)
             if free > 0:
                 found = self._take(free) or await self._read_now(free)
                 if found:
@@ -128,29 +128,32 @@ class KafkaSubscription:
 
     def _take(self, most: int) -> list[Delivery]:
         """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
-        taken: list[Delivery] = []
+        taken: list[Item] = []
         for waiting in (self._returned, self._due, self._fetched):
             while waiting and len(taken) < most:
                 item = waiting.popleft()
                 if not item.tracker.lost:
-                    taken.append(self._deliver(item))
-        return taken
+                    taken.append(item)
+        return self._deliver(taken)
 
-    def _deliver(self, item: Item) -> Delivery:
-        item.tracker.held += 1
-        self.held.add(item)
-        return Delivery(item.envelope, self.queue, item)
+    def _deliver(self, items: list[Item]) -> list[Delivery]:
+        for item in items:
+            item.held = True
+            item.tracker.held += 1
+        self._held += len(items)
+        return [Delivery(item.envelope, self.queue, item) for item in items]
 
     async def _read_now(self, most: int) -> list[Delivery]:
         """What the driver has fetched already; it does not wait."""
         if self._polling is not None or not self.membership.steady:
             return []
+        items: list[Item] = []
         try:
-            for tracker, records in await self.membership.poll(most, 0.0):
-                self._accept(tracker, records)
+            for place, records in await self.membership.poll(most, 0.0):
+                items += self._accept(place, records)
         except DRIVER_ERRORS as error:
             raise self._lost(error) from error
-        return self._take(most)
+        return self._deliver(items)
 
     async def _wait(self, free: int, seconds: float) -> None:
         """Wait for a record, or for news of any other kind; safe to cancel."""
@@ -166,8 +169,8 @@ class KafkaSubscription:
             pass
 
     async def _poll(self, most: int, seconds: float) -> None:
-        for tracker, records in await self.membership.poll(most, seconds):
-            self._accept(tracker, records)
+        for place, records in await self.membership.poll(most, seconds):
+            self._fetched += self._accept(place, records)
 
     def _polled(self, polling: asyncio.Task[None]) -> None:
         self._polling = None
@@ -175,14 +178,16 @@ class KafkaSubscription:
             self.membership.fail(self._lost(error))
         self._wake()
 
-    def _accept(self, tracker: Tracker, records: list[KafkaRecord]) -> None:
+    def _accept(self, place: Place, records: list[KafkaRecord]) -> list[Item]:
         """Turn what was read into messages, in the order of the log."""
+        tracker = self.membership.trackers[place]
         group = self._group
+        items: list[Item] = []
         for found in records:
             offset = found.offset
             if offset < tracker.end:
                 self.membership.fail(self._lost(LookupError("the topic was made anew")))
-                return
+                return []
             if tracker.is_settled(offset):
                 tracker.skip_to(offset + 1)
                 continue
@@ -192,12 +197,12 @@ class KafkaSubscription:
             ):
                 tracker.skip_to(offset + 1)
                 continue
-            tracker.read(offset)
-            if facts.origin is None:
-                facts = facts._replace(origin=Origin(found.topic, found.partition, offset))
-            self._fetched.append(Item(tracker, offset, envelope, facts))
-        if not tracker.pending:
+            item = Item(tracker, place, offset, envelope, facts)
+            tracker.read(offset, item)
+            items.append(item)
+        if not items:
             self.membership.settled(tracker)  # all of it was for others
+        return items
 
     def _is_due(self, item: Item) -> None:
         self._due.append(item)
@@ -274,7 +279,7 @@ class KafkaSubscription:
 
     def _item(self, delivery: Delivery, operation: str) -> Item:
         item = delivery.receipt
-        if not isinstance(item, Item) or (item not in self.held and not item.tracker.lost):
+        if not isinstance(item, Item) or not item.held:
             raise MessageNotFound(
                 "this delivery was settled before: settle each one once",
                 backend=BACKEND,
@@ -301,15 +306,15 @@ class KafkaSubscription:
         self.membership.settled(item.tracker)
 
     def _forget(self, item: Item) -> None:
-        if item in self.held:
-            self.held.discard(item)
-            item.tracker.held -= 1
-            self._news.set()
+        item.held = False
+        item.tracker.held -= 1
+        self._held -= 1
+        self._news.set()
 
     # Partitions come and go
 
     def _moved(self) -> None:
-        self.held = {item for item in self.held if not item.tracker.lost}
+        self._held = sum(tracker.held for tracker in self.membership.trackers.values())
         if not self._stopped:
             tiers: dict[Place, Tracker] = {
                 place: tracker
@@ -323,16 +328,26 @@ class KafkaSubscription:
         for waiting in (self._returned, self._due, self._fetched):
             waiting.clear()
         kept = 0
-        mine = {(item.tracker, item.offset) for item in self.held}
         for place, tracker in self.membership.trackers.items():
-            for offset in [each for each in tracker.pending if (tracker, each) not in mine]:
-                if offset < ends.get(place, 0):
+            end = ends.get(place, 0)
+            for offset, item in list(tracker.pending.items()):
+                if offset < end and isinstance(item, Item) and not item.held:
                     tracker.settle(offset)
             kept += len(tracker.pending)
-            self.membership.skip_to(place, max(tracker.end, ends.get(place, 0)))
+            self.membership.skip_to(place, max(tracker.end, end))
             self.membership.settled(tracker)
         self._moved()
         return kept
+
+    @property
+    def held(self) -> list[Item]:
+        """What somebody works on."""
+        return [
+            item
+            for tracker in self.membership.trackers.values()
+            for item in tracker.pending.values()
+            if isinstance(item, Item) and item.held
+        ]
 
     def origin_of(self, envelope: Envelope) -> Origin | None:
         """Where a message that is held here lay at first; a dead letter tells it."""
@@ -364,7 +379,7 @@ class KafkaSubscription:
         await self._cancel_polling()
         await self._delays.stop()
         await self._pass_on()
-        if self.held:
+        if self._held:
             self.membership.resign()
         else:
             await self.membership.leave()
@@ -405,6 +420,5 @@ class KafkaSubscription:
                 await self._delays.stop()
             finally:
                 await self.membership.leave()
-                self.held.clear()
 
 

@@ -44,7 +44,7 @@ class Tracker:
     def __init__(self, start: int, metadata: str = "", saved: Saved | None = None) -> None:
         self.start = Saved(start)
         self.end = start  # the offset after the last that was read
-        self.pending: dict[int, None] = {}  # read, not settled
+        self.pending: dict[int, object] = {}  # read, not settled: what by whom is theirs to say
         self.held = 0  # how many of them somebody works on
         self.saved = saved  # what the coordinator has, as far as we know
         self.lost = False  # another consumer has the partition
@@ -54,9 +54,9 @@ class Tracker:
         """Whether whoever had the partition before has settled this one."""
         return offset < self._gone_until and offset not in self._left
 
-    def read(self, offset: int) -> None:
+    def read(self, offset: int, message: object = None) -> None:
         """Here is a message: until it is settled the mark stays before it."""
-        self.pending[offset] = None
+        self.pending[offset] = message
         self.end = offset + 1
 
     def skip_to(self, offset: int) -> None:
