@@ -18,6 +18,7 @@ import aiokafka.coordinator.protocol
 import aiokafka.partitioner
 import aiokafka.protocol.admin
 import aiokafka.protocol.commit
+import aiokafka.protocol.group
 import aiokafka.protocol.metadata
 import aiokafka.protocol.offset
 from aiokafka import errors
@@ -147,22 +148,34 @@ def generation_of(consumer: Any) -> int:
     return -1 if coordinator is None else int(coordinator.generation)
 
 
-async def close_consumer(consumer: Any, *, patience: float = CLOSING) -> None:
-    """Leave the group and disconnect; a broker that does not answer is not waited for long."""
-    if await _within(patience, consumer.stop()):
-        return
+async def close_consumer(consumer: Any) -> None:
+    """Leave the group at once and disconnect; a broker that does not answer is not waited for.
+
+    The driver's own way would wait for a rebalance that is under way, and not leave at all if that
+    takes too long: then the group waits a whole session for a member that is gone.
+    """
+    consumer._closed = True
     coordinator, fetcher = consumer._coordinator, consumer._fetcher
-    if coordinator is not None:
-        if hasattr(coordinator, "_coordination_task"):
-            coordinator._coordination_task.cancel()
-            await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
-            await _within(FORCED, coordinator._stop_heartbeat_task())
-            await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
-        else:
-            await _within(FORCED, coordinator.close())
+    if coordinator is not None and consumer._group_id is not None:
+        if not coordinator._closing.done():
+            coordinator._closing.set_result(None)
+        coordinator._coordination_task.cancel()
+        await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
+        await _within(FORCED, coordinator._stop_heartbeat_task())
+        await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
+        await _leave_group(consumer._client, coordinator)
+    elif coordinator is not None:
+        await _within(FORCED, coordinator.close())
     if fetcher is not None:
         await _within(FORCED, fetcher.close())
     await _within(FORCED, consumer._client.close())
+
+
+async def _leave_group(client: Any, coordinator: Any) -> None:
+    if coordinator.member_id and coordinator.coordinator_id is not None:
+        request = _protocol.group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
+        # Not on the group's own connection: there it would stand behind a join that waits.
+        await _within(FORCED, client.send(coordinator.coordinator_id, request))
 
 
 def has_ended(producer: Any) -> bool:

@@ -153,8 +153,7 @@ class Membership:
             await self._commit(consumer)
         finally:
             self._lose(list(self.trackers))
-            patience = driver.CLOSING if self.broken is None else driver.FORCED
-            await driver.close_consumer(consumer, patience=patience)
+            await driver.close_consumer(consumer)
 
     # Reading
 
