@@ -265,7 +265,8 @@ class Reconnect(Harness):
         other = await serve()
         await other.delete(name)
         async with asyncio.timeout(30):
-            while not await self.exists(other, name):  # the consumer declares it, without a send
+            # The consumer declares it, without a send.
+            while not await self.exists(other, name):  # noqa: ASYNC110  # no event tells
                 await asyncio.sleep(0.05)
         await self.until(lambda: service.ready, within=30)
         await service.send(name, "after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,8 @@ def test_a_plain_message_is_its_body_an_id_and_its_headers() -> None:
 
 
 def test_a_foreign_record_is_a_message_with_its_place_as_its_id() -> None:
-    envelope, facts = record.decode(Stored(b"\xff\x00", b'{"a": 1}', [("from", b"x"), ("n", None)]))  # type: ignore[list-item]  # Kafka allows it
+    headers: Any = [("from", b"x"), ("n", None)]  # Kafka allows it
+    envelope, facts = record.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
     assert (envelope.id, envelope.body, envelope.attempt) == ("orders-2-41", b'{"a": 1}', 1)
     assert envelope.headers == {"from": "x", "n": ""}
     assert facts is NEW
@@ -74,8 +76,9 @@ def test_a_marker_names_what_it_hides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "hash"), [(b"21", -973932308), (b"foobar", -790332482), (b"a-little-bit-long-string", -985981536)]
-)  # fmt: skip
+    ("key", "hash"),
+    [(b"21", -973932308), (b"foobar", -790332482), (b"a-little-bit-long-string", -985981536)],
+)
 def test_keys_go_where_java_s_client_sends_them(key: bytes, hash: int) -> None:
     """The vectors of Kafka's own tests of murmur2."""
     assert partition_of(key, 1000) == (hash & 0x7FFF_FFFF) % 1000

@@ -7,7 +7,9 @@ import pytest
 from qkit.backends.kafka_log.tiers import TIERS, Waiting, hop_at, tier_of
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.999, 1.0, 1.5, 3.7, 59.9, 600.0, 4095.0, 86_400.0, 1e6])
+@pytest.mark.parametrize(
+    "delay", [0.0, 0.05, 0.999, 1.0, 1.5, 3.7, 59.9, 600.0, 4095.0, 86_400.0, 1e6]
+)
 def test_a_delay_is_never_early_and_its_hops_are_few(delay: float) -> None:
     now, hops = 1000.0, 0
     due = now + delay
@@ -27,7 +29,7 @@ def test_inside_a_tier_nobody_stands_behind_one_who_waits_longer() -> None:
 
 def test_what_waits_comes_by_its_time() -> None:
     waiting = Waiting[str]()
-    assert waiting.next_at is None
+    assert len(waiting) == 0
     for at, item in ((5.0, "c"), (1.0, "a"), (5.0, "d"), (2.0, "b")):
         waiting.add(at, item)
     assert (waiting.next_at, len(waiting)) == (1.0, 4)

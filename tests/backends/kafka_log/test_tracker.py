@@ -79,7 +79,17 @@ def test_an_heir_keeps_what_it_has_not_read_yet() -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "theirs", "qk1", "qk1 5", "qk1 3 9", "qk1 5 0-9", "qk1 5 -1", "qk1 x 0", "qk1 2 0-99999999"],
+    [
+        "",
+        "theirs",
+        "qk1",
+        "qk1 5",
+        "qk1 3 9",
+        "qk1 5 0-9",
+        "qk1 5 -1",
+        "qk1 x 0",
+        "qk1 2 0-99999999",
+    ],
 )
 def test_metadata_of_another_making_settles_nothing(metadata: str) -> None:
     assert unsettled(Saved(7, metadata), 20) == set(range(7, 20))

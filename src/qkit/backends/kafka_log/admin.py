@@ -100,7 +100,7 @@ class Administration:
     # What
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        """Oldest first by the time of writing, over all partitions; then what waits, by its time."""
+        """Oldest first, by the time of writing over all partitions; then what waits."""
         log = await self._log(queue, "peek")
         ready: list[_Message] = []
         waiting: list[_Message] = []
@@ -280,9 +280,7 @@ class Administration:
     def _local(self, group: str) -> list[KafkaSubscription]:
         return [each for each in self._subscriptions if each.group == group and each.joined]
 
-    def _trackers(
-        self, local: list[KafkaSubscription], queue: str
-    ) -> list[tuple[Tracker, bool]]:
+    def _trackers(self, local: list[KafkaSubscription], queue: str) -> list[tuple[Tracker, bool]]:
         return [
             (tracker, place.topic == queue)
             for each in local

@@ -125,8 +125,6 @@ def _targets(
     return targets
 
 
-
-
 class Assignor:
     """The driver's interface to ``deal``, one for each consumer: it asks ``claim`` what to say."""
 

@@ -133,7 +133,7 @@ class Cluster:
                     )
                 if error not in (errors.NoError, errors.TopicAlreadyExistsError):
                     raise error(text)
-            while not await self.look(topic):
+            while not await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
                 await asyncio.sleep(PAUSE)
             await self.offsets(topic, driver.LATEST)
 
@@ -146,7 +146,7 @@ class Cluster:
                 if error not in (errors.NoError, errors.UnknownTopicOrPartitionError):
                     raise error
             for topic in topics:
-                while await self.look(topic):
+                while await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
                     await asyncio.sleep(PAUSE)
 
     async def brokers(self) -> int:

@@ -18,6 +18,7 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
+from qkit.message import error_text
 
 __all__ = ["BACKEND", "DRIVER_ERRORS", "Address", "error_of", "translated"]
 
@@ -108,14 +109,12 @@ async def translated(operation: str, queue: str | None = None) -> AsyncGenerator
 
 def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
     """What an error of the driver means here; the most specific kinds come first."""
-    for kinds, (kind, text) in _MEANINGS.items():
-        if isinstance(error, kinds):
-            break
-    else:
-        retriable = isinstance(error, errors.KafkaError) and error.retriable
-        kind = BackendUnavailable if retriable else QueueError
-        text = "Kafka cannot do it now" if retriable else "Kafka refused"
-    said = str(error)[:300] or type(error).__name__
+    retriable = bool(getattr(error, "retriable", False))
+    kind, text = next(
+        (meaning for kinds, meaning in _MEANINGS.items() if isinstance(error, kinds)),
+        (BackendUnavailable, "Kafka cannot do it now") if retriable else (QueueError, "refused"),
+    )
+    said = error_text(error)[:300] or type(error).__name__
     return kind(f"{text} ({said})", backend=BACKEND, operation=operation, queue=queue, cause=error)
 
 

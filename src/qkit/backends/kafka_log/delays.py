@@ -151,8 +151,10 @@ class Delays:
             waits: set[asyncio.Future[Any]] = {moved}
             if self._trackers:
                 self._hold_back()
-                polling = asyncio.ensure_future(
-                    self._consumer.getmany(timeout_ms=round(seconds * 1000), max_records=READ_AHEAD)
+                milliseconds = round(seconds * 1000)
+                polling = asyncio.create_task(
+                    self._consumer.getmany(timeout_ms=milliseconds, max_records=READ_AHEAD),
+                    name=f"qkit kafka {self._topic} poll",
                 )
                 waits.add(polling)
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -5,6 +5,9 @@ way to ask for metadata without creating the topic it asks about, none to end a 
 reach its broker, and none to ask for another round of the group.
 """
 
+# pyright: reportMissingTypeStubs=false
+# The driver has none.
+
 from __future__ import annotations
 
 import asyncio
@@ -16,12 +19,8 @@ import aiokafka
 import aiokafka.admin
 import aiokafka.coordinator.protocol
 import aiokafka.partitioner
-import aiokafka.protocol.admin
-import aiokafka.protocol.commit
-import aiokafka.protocol.group
-import aiokafka.protocol.metadata
-import aiokafka.protocol.offset
 from aiokafka import errors
+from aiokafka.protocol import admin, commit, group, metadata, offset
 
 __all__ = [
     "Admin",
@@ -47,7 +46,11 @@ __all__ = [
 _aiokafka: Any = aiokafka
 _admin: Any = aiokafka.admin
 _group_protocol: Any = aiokafka.coordinator.protocol
-_protocol: Any = aiokafka.protocol
+_admin_requests: Any = admin
+_commit: Any = commit
+_group: Any = group
+_metadata: Any = metadata
+_offset: Any = offset
 _partitioner: Any = aiokafka.partitioner
 
 Consumer: Final[Any] = _aiokafka.AIOKafkaConsumer
@@ -117,22 +120,22 @@ def create_nothing(user: Any) -> Any:
 
 def metadata_request(topics: list[str] | None) -> Any:
     """About these topics, or all of them; none is created."""
-    return _protocol.metadata.MetadataRequest(topics, allow_auto_topic_creation=False)
+    return _metadata.MetadataRequest(topics, allow_auto_topic_creation=False)
 
 
 def offsets_request(topics: list[tuple[str, list[tuple[int, int]]]]) -> Any:
     """The first or the next offset of partitions."""
-    return _protocol.offset.OffsetRequest(-1, 0, topics)
+    return _offset.OffsetRequest(-1, 0, topics)
 
 
 def commit_request(group: str, topic: str, partitions: list[tuple[int, int, str]]) -> Any:
     """A commit for a group without members."""
-    return _protocol.commit.OffsetCommitRequest(group, -1, "", -1, [(topic, partitions)])
+    return _commit.OffsetCommitRequest(group, -1, "", -1, [(topic, partitions)])
 
 
 def delete_groups_request(groups: list[str]) -> Any:
     """Forget groups that have no members."""
-    return _protocol.admin.DeleteGroupsRequest(groups)
+    return _admin_requests.DeleteGroupsRequest(groups)
 
 
 def rejoin(consumer: Any) -> None:
@@ -173,7 +176,7 @@ async def close_consumer(consumer: Any) -> None:
 
 async def _leave_group(client: Any, coordinator: Any) -> None:
     if coordinator.member_id and coordinator.coordinator_id is not None:
-        request = _protocol.group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
+        request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
         # Not on the group's own connection: there it would stand behind a join that waits.
         await _within(FORCED, client.send(coordinator.coordinator_id, request))
 

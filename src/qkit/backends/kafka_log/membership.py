@@ -28,6 +28,7 @@ Place = Any  # the driver's TopicPartition
 
 COMMIT_EVERY: Final = 0.05
 COMMIT_WITHIN: Final = 5.0
+PATIENCE: Final = 2.0  # with a rebalance that is under way when this consumer leaves
 BATCH_WITHIN: Final = 1.0  # an incomplete batch is committed after so long
 FETCH_BYTES: Final = 512 << 10  # of a partition; more would only wait in memory
 FETCH_WAIT: Final = 0.25
@@ -80,6 +81,8 @@ class Membership:
         self.broken: QueueError | None = None
         self._consumer: Any = None
         self._leaving = False
+        self._ending = False
+        self._left = False
         self._wanted: dict[Place, float] = {}  # since when another should have it
         self._steady = asyncio.Event()  # no rebalance is under way
         self._dirty = asyncio.Event()
@@ -96,7 +99,7 @@ class Membership:
     @property
     def joined(self) -> bool:
         """Whether it takes part in the group."""
-        return self._consumer is not None
+        return self._consumer is not None and not self._left
 
     # In and out
 
@@ -140,19 +143,26 @@ class Membership:
 
     async def leave(self) -> None:
         """Commit what is settled and leave; idempotent."""
-        consumer, self._consumer = self._consumer, None
-        if consumer is None:
+        consumer = self._consumer
+        if consumer is None or self._left or self._ending:
             return
+        self._ending = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        if self._flushing is not None:
-            self._flushing.cancel()
         try:
-            await self._commit(consumer)
+            # A commit in the midst of a rebalance is refused: what is settled would come again.
+            if self.trackers:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PATIENCE):
+                        await self._steady.wait()
+                await self._commit()
         finally:
+            self._left = True
             self._lose(list(self.trackers))
+            if self._flushing is not None:
+                self._flushing.cancel()
             await driver.close_consumer(consumer)
 
     # Reading
@@ -200,11 +210,11 @@ class Membership:
             await self._dirty.wait()
             await self._steady.wait()
             self._dirty.clear()
-            if not await self._commit(self._consumer):
+            if not await self._commit():
                 self._dirty.set()  # the next one takes it along
             await asyncio.sleep(COMMIT_EVERY)
 
-    async def _commit(self, consumer: Any) -> bool:
+    async def _commit(self) -> bool:
         """Commit every mark that moved; whether the coordinator has them."""
         if self._flushing is not None:
             self._flushing.cancel()
@@ -212,14 +222,13 @@ class Membership:
         self._unsaved = 0
         news: dict[Place, Saved] = {}
         for place, tracker in self.trackers.items():
-            saved = tracker.snapshot()
-            if tracker.saved != saved and (tracker.saved is not None or saved != tracker.start):
-                news[place] = saved
+            if (unsaved := tracker.unsaved()) is not None:
+                news[place] = unsaved
         if not news or self.broken is not None:
             return True
         try:
             async with asyncio.timeout(min(COMMIT_WITHIN, self._address.timeout)):
-                await consumer.commit(
+                await self._consumer.commit(
                     {place: OffsetAndMetadata(*saved) for place, saved in news.items()}
                 )
         except DRIVER_ERRORS as error:
@@ -236,12 +245,15 @@ class Membership:
 
     def _claim(self) -> Claim:
         """What this member tells the group's leader when it joins."""
-        held = frozenset(place for place, tracker in self.trackers.items() if tracker.held)
-        owned = frozenset(self.trackers)
-        given = frozenset(self._wanted) - held
-        return Claim(
-            driver.generation_of(self._consumer), owned - given, held, self._leaving
-        )
+        busy = frozenset(place for place in self.trackers if self._is_busy(place))
+        given = frozenset(self._wanted) - busy
+        owned = frozenset(self.trackers) - given
+        return Claim(driver.generation_of(self._consumer), owned, busy, self._leaving)
+
+    def _is_busy(self, place: Place) -> bool:
+        """Whether another would handle something again if it had this partition now."""
+        tracker = self.trackers[place]
+        return tracker.held > 0 or tracker.unsaved() is not None
 
     def _deal(self, wanted: frozenset[Place]) -> None:
         now = asyncio.get_running_loop().time()
@@ -253,13 +265,13 @@ class Membership:
         """A rebalance begins: nothing is read until it is over."""
         self._steady.clear()
         self._changed()
-        if self._consumer is not None:
-            await self._commit(self._consumer)
+        if not self._left:
+            await self._commit()
 
     async def assigned(self, places: Iterable[Place]) -> None:
         """A rebalance is over: go on where this consumer was, begin where it was not."""
-        if self._consumer is None:
-            return  # it is about to leave
+        if self._left:
+            return
         try:
             await self._take_over(set(places))
         except (QueueError, *DRIVER_ERRORS) as error:
@@ -343,10 +355,10 @@ class Membership:
             self._idle.clear()
             await self._steady.wait()
             while self._giving():
-                busy = [place for place in self._giving() if self.trackers[place].held]
+                await self._commit()
+                busy = [place for place in self._giving() if self._is_busy(place)]
                 late = [place for place in busy if self._is_late(place, loop.time())]
                 if late:
-                    await self._commit(self._consumer)
                     self._let_go(late)
                 if len(busy) < len(self._giving()) or late:
                     driver.rejoin(self._consumer)

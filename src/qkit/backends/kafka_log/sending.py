@@ -225,7 +225,9 @@ class Sending:
         flights = self._on_way.pop(producer, None)
         if flights is None:
             return  # somebody else does it
-        others = set(flights) - set(spare) if spare is not None else set()
+        others: set[asyncio.Future[Any]] = set()
+        if spare is not None:
+            others = set(flights) - set(spare)
         if others:
             await asyncio.wait(others, timeout=FLUSH)
         pending = [future for future in flights if not future.done()]

@@ -19,7 +19,7 @@ from qkit.backends.kafka_log.connection import (
 from qkit.backends.kafka_log.delays import Delays, Item, delayed
 from qkit.backends.kafka_log.membership import Membership, Place, Timing
 from qkit.backends.kafka_log.record import KafkaRecord, Origin
-from qkit.backends.kafka_log.sending import Placed, Sending
+from qkit.backends.kafka_log.sending import Outgoing, Placed, Sending
 from qkit.backends.kafka_log.tracker import Tracker
 from qkit.clock import Clock
 from qkit.errors import (
@@ -243,7 +243,7 @@ class KafkaSubscription:
         """A copy in the retry topic first, then it may be settled here."""
         now = self._clock.time()
         due = now + delay if delay > 0 else None
-        records = []
+        records: list[Outgoing] = []
         for item in items:
             envelope = item.envelope
             if self._group is not None:
@@ -420,5 +420,3 @@ class KafkaSubscription:
                 await self._delays.stop()
             finally:
                 await self.membership.leave()
-
-

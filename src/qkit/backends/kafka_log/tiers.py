@@ -33,7 +33,7 @@ def hop_at(tier: int, written_at: float, due: float) -> float:
     >>> hop_at(3, written_at=100.0, due=112.5)
     108.0
     """
-    return min(due, written_at + 2**tier)
+    return min(due, written_at + (1 << tier))
 
 
 class Waiting(Generic[T]):

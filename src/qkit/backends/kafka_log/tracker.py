@@ -79,6 +79,13 @@ class Tracker:
             return Saved(mark)  # nothing behind the mark is settled
         return Saved(mark, _describe(mark, end, held))
 
+    def unsaved(self) -> Saved | None:
+        """What to commit now, unless the coordinator has it, or nothing is settled yet."""
+        now = self.snapshot()
+        if now == self.saved or (self.saved is None and now == self.start):
+            return None
+        return now
+
 
 def left(saved: Saved, begin: int, end: int) -> int:
     """How many messages from ``begin`` up to ``end`` a commit leaves to do.
