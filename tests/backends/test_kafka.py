@@ -574,6 +574,37 @@ async def test_a_queue_that_is_deleted_and_made_again_begins_anew(
         assert [delivery.envelope.id for delivery in found] == [f"new {n}" for n in range(5)]
 
 
+# The end
+
+
+async def test_a_shutdown_commits_leaves_and_disconnects(
+    kafka_url: str, backend: KafkaBackend, name: str
+) -> None:
+    """What was handled until the last moment is committed, and nobody is left in the group."""
+    handled: list[int] = []
+    before = asyncio.all_tasks()
+
+    @consume(name, concurrency=4)
+    async def handle(number: int) -> None:
+        await asyncio.sleep(0.005)
+        handled.append(number)
+
+    service = QueueService(Settings(type="kafka", url=kafka_url))
+    service.register(handle)
+    await service.start()
+    await service.send_many(name, range(300))
+    await eventually(lambda: len(handled) > 50)
+    await service.shutdown()
+    stats = await backend.stats(name)
+    assert (stats.depth + (stats.scheduled or 0), stats.consumers) == (300 - len(handled), 0)
+    inner = service._backend
+    assert isinstance(inner, KafkaBackend)
+    assert inner._sending._producer is None
+    assert inner._reader._consumer is None
+    left = {task.get_name() for task in asyncio.all_tasks() - before if not task.done()}
+    assert not {task for task in left if "kafka" in task}
+
+
 # Errors
 
 

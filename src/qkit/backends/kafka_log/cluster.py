@@ -35,7 +35,8 @@ _SOON: Final = (
     errors.KafkaStorageError,
 )
 PAUSE: Final = 0.02
-PING: Final = 2.0
+PING: Final = 1.5  # the health check asks every two seconds
+SILENCE: Final = 1.0
 Place = Any  # the driver's TopicPartition
 
 
@@ -51,7 +52,8 @@ class Cluster:
         """Reach one broker, or raise ``BackendUnavailable``."""
         if self._admin is not None:
             return
-        admin = driver.create_nothing(Admin(**self._address.options(self._address.timeout)))
+        # The driver's own limit is the shorter: it closes a connection that does not answer.
+        admin = driver.create_nothing(Admin(**self._address.options(self._address.timeout * 0.8)))
         try:
             async with translated("start"), asyncio.timeout(self._address.timeout):
                 await admin.start()
@@ -266,16 +268,26 @@ class Cluster:
 
     async def _ask(self, request: Any, node: int | None = None) -> Any:
         """Send a request to this broker, or to whichever answers."""
-        client = self._client
         if node is not None:
-            return await client.send(node, request)
+            return await self._send(node, request)
         failure: BaseException | None = None
-        for broker in list(client.cluster.brokers()):
+        for broker in list(self._client.cluster.brokers()):
             try:
-                return await client.send(broker.nodeId, request)
+                return await self._send(broker.nodeId, request)
             except (errors.KafkaConnectionError, errors.NodeNotReadyError) as error:
                 failure = error
         raise failure or errors.NoBrokersAvailable
+
+    async def _send(self, node: int, request: Any) -> Any:
+        began = asyncio.get_running_loop().time()
+        client = self._client
+        try:
+            return await client.send(node, request)
+        except asyncio.CancelledError:
+            # Perhaps the network forgot this connection: the next request shall have another.
+            if asyncio.get_running_loop().time() - began >= SILENCE:
+                driver.disconnect(client, node)
+            raise
 
 
 class _Topic:

@@ -85,6 +85,13 @@ def client_of(user: Any) -> Any:
     return user.client if hasattr(user, "client") else user._client
 
 
+def disconnect(client: Any, node: int) -> None:
+    """Give up the connection to a broker; the next request makes another."""
+    for (other, _), connection in list(client._conns.items()):
+        if other == node:
+            connection.close()
+
+
 def create_nothing(user: Any) -> Any:
     """Let a client ask for metadata without creating the topics it asks about; returns it.
 
