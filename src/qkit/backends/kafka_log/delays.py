@@ -79,6 +79,7 @@ class Delays:
         clock: Clock,
         ready: Callable[[Item], None],
         settled: Callable[[Tracker], None],
+        ended: Callable[[asyncio.Task[None]], None],
     ) -> None:
         self._address = address
         self._sending = sending
@@ -87,6 +88,7 @@ class Delays:
         self._clock = clock
         self._ready = ready
         self._settled = settled
+        self._ended = ended
         self._consumer: Any = None
         self._trackers: dict[Place, Tracker] = {}
         self._waiting: Waiting[Item] = Waiting()
@@ -106,6 +108,7 @@ class Delays:
         async with asyncio.timeout(self._address.timeout):
             await self._consumer.start()
         self._task = asyncio.create_task(self._run(), name=f"qkit kafka {self._topic}")
+        self._task.add_done_callback(self._ended)
 
     async def stop(self) -> None:
         """Read no more; what waits is left in the log for whoever has the tier next."""

@@ -27,6 +27,7 @@ __all__ = ["Membership", "Place", "Timing"]
 Place = Any  # the driver's TopicPartition
 
 COMMIT_EVERY: Final = 0.05
+COMMIT_AGAIN: Final = 0.5
 COMMIT_WITHIN: Final = 5.0
 PATIENCE: Final = 2.0  # with a rebalance that is under way when this consumer leaves
 BATCH_WITHIN: Final = 1.0  # an incomplete batch is committed after so long
@@ -132,6 +133,8 @@ class Membership:
             asyncio.create_task(self._hand_over(), name=f"{name} hands over"),
             asyncio.create_task(self._watch(), name=f"{name} watch"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self.end_with)
 
     def resign(self) -> None:
         """Keep only the partitions of which something is held, until that is settled."""
@@ -188,6 +191,11 @@ class Membership:
         self._steady.set()
         self._changed()
 
+    def end_with(self, task: asyncio.Task[None]) -> None:
+        """A task of this subscription ended: if that was an accident, so does the subscription."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(_lost(error, self.topic))
+
     # Committing
 
     def settled(self, tracker: Tracker) -> None:
@@ -210,9 +218,10 @@ class Membership:
             await self._dirty.wait()
             await self._steady.wait()
             self._dirty.clear()
-            if not await self._commit():
+            done = await self._commit()
+            if not done:
                 self._dirty.set()  # the next one takes it along
-            await asyncio.sleep(COMMIT_EVERY)
+            await asyncio.sleep(COMMIT_EVERY if done else COMMIT_AGAIN)
 
     async def _commit(self) -> bool:
         """Commit every mark that moved; whether the coordinator has them."""

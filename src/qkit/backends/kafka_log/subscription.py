@@ -91,6 +91,7 @@ class KafkaSubscription:
             clock=clock,
             ready=self._is_due,
             settled=self.membership.settled,
+            ended=self.membership.end_with,
         )
 
     @property
