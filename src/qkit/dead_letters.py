@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 
@@ -110,12 +111,37 @@ class DeadLetters:
             raise
         await self._admin.remove(self._queue, [letter.message_id for letter in letters])
 
-    async def purge(self) -> int:
-        """Delete them all; return how many there were."""
+    async def purge(
+        self,
+        ids: Collection[str] | str | None = None,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+    ) -> int:
+        """Delete them, all unless ``ids`` or a filter says which; return how many went.
+
+        Where a topic's message failed in several groups and a filter means some of its letters
+        only, they all stay: ``remove`` goes by the id, which they share.
+        """
         try:
-            return await self._admin.purge(self._queue)
+            if ids is None and reason is None and error is None:
+                return await self._admin.purge(self._queue)
+            meant = await self._count(reason=reason, error=error, ids=ids)
+            found = await self._count(ids=set(meant))
+            gone = [id for id in meant.elements() if meant[id] == found[id]]
+            return await self._admin.remove(self._queue, gone)
         except QueueNotFound:
             return 0
+
+    async def _count(
+        self,
+        *,
+        ids: Collection[str] | str | None,
+        reason: str | None = None,
+        error: str | None = None,
+    ) -> Counter[str]:
+        letters = await self.list(ALL, reason=reason, error=error, ids=ids)
+        return Counter(letter.message_id for letter in letters)
 
 
 def _matches(

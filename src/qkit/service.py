@@ -198,6 +198,15 @@ class QueueService:
         """Every registered handler with its metadata."""
         return list(self._registry.handlers)
 
+    @property
+    def channels(self) -> list[Channel[object]]:
+        """Every channel that was declared, by itself or by its handlers."""
+        return list(self._registry.channels.values())
+
+    def body_type(self, channel: Channel[T] | str) -> object | None:
+        """The type that sends to a channel are checked against; ``None`` if nothing is known."""
+        return self._registry.body_type(name_of(channel))
+
     @overload
     def on(
         self, event: Literal["state_change"], listener: Callable[[StateChanged], object]
@@ -372,8 +381,16 @@ class QueueService:
                 await self.shutdown()
 
     def stop(self) -> None:
-        """Ask ``run`` to end, from a handler or a listener; returns at once."""
+        """Ask ``run`` to end, from a handler or a listener; returns at once.
+
+        From here on the service is not ready, so that probes hear of the end before it comes.
+        """
         self._stop.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the end was asked for: by a signal, ``stop()`` or ``shutdown()``."""
+        return self._stop.is_set()
 
     def force(self) -> None:
         """Do not wait for handlers any longer in a shutdown: what the second signal does."""
@@ -582,6 +599,11 @@ class QueueService:
         return self._connection.state
 
     @property
+    def backend_name(self) -> str:
+        """What the chosen backend calls itself."""
+        return self._backend.name
+
+    @property
     def capabilities(self) -> Capabilities:
         """What the chosen backend can do."""
         return self._backend.capabilities
@@ -604,7 +626,8 @@ class QueueService:
         connected = self._connection.state is ConnectionState.CONNECTED
         still = 0.0 if self._turned_at is None else self._clock.monotonic() - self._turned_at
         turning = still < STALLED
-        well = self._state == "running" and connected and alive and turning
+        serving = self._state == "running" and not self.stopping
+        well = serving and connected and alive and turning
         return Health(
             status="healthy" if well else "unhealthy",
             connection_state=self._connection.state,

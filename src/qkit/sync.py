@@ -311,9 +311,15 @@ class SyncDeadLetters:
         """As ``DeadLetters.replay``."""
         return self._call(self._letters.replay(ids, reason=reason, error=error, limit=limit))
 
-    def purge(self) -> int:
+    def purge(
+        self,
+        ids: Collection[str] | str | None = None,
+        *,
+        reason: str | None = None,
+        error: str | None = None,
+    ) -> int:
         """As ``DeadLetters.purge``."""
-        return self._call(self._letters.purge())
+        return self._call(self._letters.purge(ids, reason=reason, error=error))
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,0 +1,132 @@
+"""``create_app``: one ASGI app with everything, to be served or mounted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Collection
+from importlib.resources import files
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from qkit.asyncapi import document as asyncapi_document
+from qkit.errors import ConfigError, QueueError
+from qkit.service import QueueService
+from qkit.web import probes
+from qkit.web.answers import failure, from_error
+from qkit.web.api import Api, Endpoint
+from qkit.web.exposition import CONTENT_TYPE, exposition
+from qkit.web.guard import Guard, check
+from qkit.web.openapi import document as openapi_document
+from qkit.web.sampling import Sampler
+from qkit.web.stream import Streams
+
+__all__ = ["create_app"]
+
+Handle = Callable[[Request], Awaitable[Response]]
+ASSETS = {
+    "app.css": "text/css",
+    "app.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "elements.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
+
+def create_app(
+    service: QueueService, *, token: str | None = None, hosts: Collection[str] = ()
+) -> Starlette:
+    """The ASGI app: probes, metrics, API and dashboard of one service.
+
+    Whoever reaches it may look; every change needs ``token``, and without one none is allowed.
+    ``hosts`` are the names it is reached by, beside loopback and its own address. It neither starts
+    nor stops the service: ``serve`` and ``lifespan`` go with that.
+
+    >>> from qkit import QueueService, Settings
+    >>> app = create_app(QueueService(Settings(type="native")), token="a long random word")
+
+    Raises ``ConfigError`` for an empty token.
+    """
+    if not isinstance(service, QueueService):
+        raise ConfigError(
+            f"create_app takes a QueueService, not {type(service).__name__}: the pages live in "
+            "the service's event loop"
+        )
+    check(token, hosts)
+    sampler = Sampler(service, writable=token is not None)
+    streams = Streams(service, sampler)
+    endpoints = Api(service, sampler).endpoints()
+
+    async def live(request: Request) -> Response:
+        return probes.liveness(service)
+
+    async def ready(request: Request) -> Response:
+        return probes.readiness(service)
+
+    async def health(request: Request) -> Response:
+        return probes.health(service)
+
+    async def metrics(request: Request) -> Response:
+        return Response(exposition(service, await sampler.look()), media_type=CONTENT_TYPE)
+
+    async def events(request: Request) -> Response:
+        return streams.response()
+
+    async def openapi(request: Request) -> Response:
+        return _json(openapi_document(endpoints))
+
+    async def asyncapi(request: Request) -> Response:
+        return _json(asyncapi_document(service))
+
+    pages: dict[str, Handle] = {
+        "/livez": live,
+        "/readyz": ready,
+        "/health": health,
+        "/metrics": metrics,
+        "/openapi.json": openapi,
+        "/asyncapi.json": asyncapi,
+        "/api/events": events,
+        "/": _asset("index.html", "text/html"),
+    }
+    pages |= {f"/static/{name}": _asset(name, kind) for name, kind in ASSETS.items()}
+    return Starlette(
+        routes=[
+            *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
+            *map(_route, endpoints),
+        ],
+        middleware=[Middleware(Guard, token=token, hosts=hosts)],
+        exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
+    )
+
+
+def _route(endpoint: Endpoint) -> Route:
+    return Route(endpoint.path, endpoint.handle, methods=[endpoint.method])
+
+
+def _asset(name: str, kind: str) -> Handle:
+    """A file of the package, read once: there are few, and they are small."""
+    content = (files("qkit.web") / "static" / name).read_bytes()
+
+    async def asset(request: Request) -> Response:
+        return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    return asset
+
+
+def _json(document: dict[str, object]) -> Response:
+    return Response(json.dumps(document), media_type="application/json")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    names = {404: "NotFound", 405: "MethodNotAllowed"}
+    return failure(error.status_code, names.get(error.status_code, "BadRequest"), error.detail)
+
+
+async def _queue_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QueueError)
+    return from_error(error)

@@ -1,0 +1,233 @@
+"""The figures that the pages show, taken when somebody looks and shared by all who do.
+
+Nobody looking costs nothing: there is no task in the background. What was seen in the last minutes
+is kept, so that a page which is opened again, or a Prometheus that scrapes, leaves a history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from qkit.backend import QueueStats
+from qkit.errors import LifecycleError, QueueError, QueueNotFound, Unsupported
+from qkit.health import ChannelMetrics, ConsumerHealth
+from qkit.message import error_text
+from qkit.service import QueueService
+from qkit.web.shapes import Overview, QueueState, QueueView, Totals
+
+__all__ = ["Point", "Sampler"]
+
+MAX_QUEUES = 200
+AT_ONCE = 8  # questions to the broker under way
+PATIENCE = 3.0  # seconds for all of them
+HISTORY = 300.0  # seconds
+MAX_POINTS = 300
+
+Point = tuple[float, int | None, float | None, float | None, int | None]
+"""When, depth, messages in and out a second, dead letters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    at: float
+    sent: int
+    handled: int
+
+
+class Sampler:
+    """Looks at every queue of a service, at most once in ``every`` seconds however many ask."""
+
+    def __init__(self, service: QueueService, *, writable: bool, every: float = 0.9) -> None:
+        self._service = service
+        self._writable = writable
+        self._every = every
+        self._looking = asyncio.Lock()
+        self._seen: Overview | None = None
+        self._seen_at = float("-inf")
+        self._counts: dict[str, _Counts] = {}
+        self._points: dict[str, deque[Point]] = {}
+
+    async def look(self) -> Overview:
+        """How everything stands; never raises for a broker that does not answer."""
+        async with self._looking:
+            seen = self._seen
+            if seen is None or time.monotonic() - self._seen_at >= self._every:
+                seen = await self._overview()
+                self._seen, self._seen_at = seen, time.monotonic()
+            return seen
+
+    def forget(self) -> None:
+        """Look anew next time: something was changed just now."""
+        self._seen_at = float("-inf")
+
+    def history(self) -> dict[str, list[Point]]:
+        """What was seen in the last minutes, by queue."""
+        return {name: list(points) for name, points in self._points.items()}
+
+    async def _overview(self) -> Overview:
+        queues, hidden, problem = await self._queues()
+        health = self._service.health_check()
+        self._remember(queues)
+        return Overview(
+            at=time.time(),
+            backend=self._service.backend_name,
+            ready=health.status == "healthy",
+            stopping=self._service.stopping,
+            writable=self._writable,
+            health=health,
+            totals=_totals(queues),
+            queues=queues,
+            hidden=hidden,
+            problem=problem,
+        )
+
+    async def _queues(self) -> tuple[list[QueueView], int, str | None]:
+        """Every queue that is shown, how many are not, and why figures are missing."""
+        problem = None
+        found: list[str] = []
+        try:
+            async with asyncio.timeout(PATIENCE):
+                found = await self._service.queues()
+        except LifecycleError:
+            problem = "The service is not running."
+        except Unsupported:
+            pass  # then only the channels of this service are known
+        except (QueueError, TimeoutError) as error:
+            problem = _told(error)
+        settings = self._service.settings
+        names = {channel.name for channel in self._service.channels} | set(found)
+        letters = {settings.dead_letter_name(name): name for name in names}
+        rows = sorted(name for name in names if name not in letters)
+        shown, hidden = rows[:MAX_QUEUES], len(rows[MAX_QUEUES:])
+        asked = [] if problem else [*shown, *map(settings.dead_letter_name, shown)]
+        stats = await self._ask([name for name in asked if name in names])
+        metrics = self._service.metrics().channels
+        health = self._service.health_check()
+        topics = {
+            channel.name
+            for channel in self._service.channels
+            if channel.options.get("broadcast", False)
+        }
+        views = [
+            self._view(
+                name,
+                answer=stats.get(name),
+                buried=stats.get(settings.dead_letter_name(name)),
+                mine=metrics.get(name, ChannelMetrics()),
+                consumers=[item for item in health.consumers if item.channel == name],
+                broadcast=name in topics,
+            )
+            for name in shown
+        ]
+        return views, hidden, problem
+
+    async def _ask(self, names: list[str]) -> dict[str, QueueStats | str]:
+        """Figures by queue, or why there are none."""
+        answers: dict[str, QueueStats | str] = {}
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(name: str) -> None:
+            async with turns:
+                try:
+                    answers[name] = await self._service.stats(name)
+                except QueueNotFound:
+                    pass  # deleted meanwhile, or declared and not yet there
+                except QueueError as error:
+                    answers[name] = _told(error)
+
+        try:
+            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(ask(name), name=f"qkit figures of {name}")
+        except TimeoutError as error:
+            for name in names:
+                answers.setdefault(name, _told(error))
+        return answers
+
+    def _view(
+        self,
+        name: str,
+        *,
+        answer: QueueStats | str | None,
+        buried: QueueStats | str | None,
+        mine: ChannelMetrics,
+        consumers: list[ConsumerHealth],
+        broadcast: bool,
+    ) -> QueueView:
+        """One queue: the broker's own figures where it knows them, else this service's."""
+        stats = answer if isinstance(answer, QueueStats) else None
+        own_handled = mine.messages_received - mine.messages_retried - mine.in_flight
+        sent = _known(stats.published_total if stats else None, mine.messages_sent)
+        handled = _known(stats.acked_total if stats else None, own_handled)
+        in_rate, out_rate = self._rates(name, sent, handled)
+        held = sum(consumer.in_flight for consumer in consumers)
+        return QueueView(
+            name=name,
+            state=_state(consumers),
+            broadcast=broadcast,
+            depth=stats.depth if stats else None,
+            in_flight=_known(stats.in_flight if stats else None, held),
+            scheduled=stats.scheduled if stats else None,
+            consumers=_known(stats.consumers if stats else None, len(consumers)),
+            oldest_seconds=stats.oldest_message_age_secs if stats else None,
+            wait_ms=stats.avg_wait_time_ms if stats else None,
+            in_rate=in_rate,
+            out_rate=out_rate,
+            sent=sent,
+            handled=handled,
+            retried=mine.messages_retried,
+            failed=mine.messages_failed,
+            dead_letters=buried.depth if isinstance(buried, QueueStats) else (0 if stats else None),
+            problem=answer if isinstance(answer, str) else None,
+        )
+
+    def _rates(self, name: str, sent: int, handled: int) -> tuple[float | None, float | None]:
+        now = time.monotonic()
+        before, self._counts[name] = self._counts.get(name), _Counts(now, sent, handled)
+        if before is None or now <= before.at:
+            return None, None
+        seconds = now - before.at  # counters that begin anew, after a restart, are no traffic
+        return max(0, sent - before.sent) / seconds, max(0, handled - before.handled) / seconds
+
+    def _remember(self, queues: list[QueueView]) -> None:
+        now = time.time()
+        gone = self._points.keys() - {view.name for view in queues}
+        for name in gone:
+            del self._points[name]
+            self._counts.pop(name, None)
+        for view in queues:
+            points = self._points.setdefault(view.name, deque(maxlen=MAX_POINTS))
+            points.append((now, view.depth, view.in_rate, view.out_rate, view.dead_letters))
+            while points[0][0] < now - HISTORY:
+                points.popleft()
+
+
+def _state(consumers: list[ConsumerHealth]) -> QueueState:
+    """The state of them all: that of the one which is worst off."""
+    ranks: tuple[QueueState, ...] = ("reconnecting", "starting", "stopped", "paused", "consuming")
+    states = {consumer.state for consumer in consumers}
+    return next((state for state in ranks if state in states), "none")
+
+
+def _totals(queues: list[QueueView]) -> Totals:
+    return Totals(
+        depth=sum(view.depth or 0 for view in queues),
+        in_flight=sum(view.in_flight or 0 for view in queues),
+        dead_letters=sum(view.dead_letters or 0 for view in queues),
+        retried=sum(view.retried for view in queues),
+        in_rate=sum(view.in_rate or 0.0 for view in queues),
+        out_rate=sum(view.out_rate or 0.0 for view in queues),
+    )
+
+
+def _known(figure: int | None, otherwise: int) -> int:
+    return otherwise if figure is None else figure
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return f"The broker did not answer within {PATIENCE:g} seconds."
+    return f"{type(error).__name__}: {error_text(error)}"

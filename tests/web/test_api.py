@@ -1,0 +1,312 @@
+"""The JSON API: queues, messages and dead letters, looked at and changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from qkit import BackendUnavailable, Channel, QueueService, consume
+from tests.support.web import AUTHORIZED, Orders, buried, client_of, eventually, make_shop
+
+
+async def test_queues_are_shown_with_their_figures_and_without_their_dead_letter_queues(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    await service.send("audit", "later", delay=60)
+    answer = await client.get("/api/queues")
+    rows = {row["name"]: row for row in answer.json()}
+    assert set(rows) == {"orders", "audit"}
+    assert rows["orders"]["state"] == "consuming"
+    assert rows["orders"]["dead_letters"] == 1
+    assert rows["orders"]["failed"] == 1
+    assert rows["audit"]["state"] == "none"
+    assert rows["audit"]["scheduled"] == 1
+    one = await client.get("/api/queues/audit")
+    assert one.json()["scheduled"] == 1
+
+
+async def test_the_overview_tells_of_connection_breaker_and_consumers(
+    client: httpx.AsyncClient,
+) -> None:
+    overview = (await client.get("/api/overview")).json()
+    assert overview["ready"] is True
+    assert overview["writable"] is True
+    assert overview["health"]["connection_state"] == "connected"
+    assert overview["health"]["breaker"] == "closed"
+    assert [item["state"] for item in overview["health"]["consumers"]] == ["consuming"]
+
+
+async def test_rates_are_what_happened_between_two_looks(
+    client: httpx.AsyncClient, service: QueueService, orders: Orders
+) -> None:
+    assert (await client.get("/api/queues/orders")).json()["in_rate"] is None
+
+    async def flows() -> bool:
+        await service.send("orders", 1)
+        row = (await client.get("/api/queues/orders")).json()
+        return bool(row["in_rate"] and row["out_rate"])
+
+    await eventually(flows, every=0.1)
+
+
+async def test_peek_shows_messages_and_leaves_them(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    sent = await service.send("audit", {"who": "ann"}, key="k", headers={"tenant": "acme"})
+    for _ in range(2):
+        (message,) = (await client.get("/api/queues/audit/messages")).json()["messages"]
+    assert message["id"] == sent.message_id
+    assert message["key"] == "k"
+    assert message["headers"]["tenant"] == "acme"
+    assert json.loads(message["body"]["content"]) == {"who": "ann"}
+    assert message["body"]["format"] == "json"
+
+
+async def test_a_body_that_is_no_text_is_shown_in_base64(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.send("audit", b"\xff\x00\x01")
+    (message,) = (await client.get("/api/queues/audit/messages")).json()["messages"]
+    assert message["body"] == {"format": "base64", "content": "/wAB", "size": 3, "cut": False}
+
+
+async def test_a_long_text_is_cut_between_characters(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.send("audit", "x" + "é" * 20_000)
+    (message,) = (await client.get("/api/queues/audit/messages")).json()["messages"]
+    assert message["body"]["format"] == "text"
+    assert message["body"]["cut"] is True
+    assert set(message["body"]["content"]) == {'"', "x", "é"}
+
+
+async def test_a_message_can_be_sent(
+    client: httpx.AsyncClient, service: QueueService, orders: Orders
+) -> None:
+    wanted = {"body": 7, "priority": 8, "key": "k", "ttl": 60, "delay": 0, "headers": {"a": "b"}}
+    answer = await client.post("/api/queues/orders/messages", json=wanted, headers=AUTHORIZED)
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["message_id"]
+
+    async def handled() -> bool:
+        return orders.handled == [7]
+
+    await eventually(handled)
+
+
+async def test_a_message_to_a_topic_is_published() -> None:
+    service = make_shop()
+    service.declare(Channel("prices", broadcast=True))
+    async with service, client_of(service) as client:
+        answer = await client.post(
+            "/api/queues/prices/messages", json={"body": 1}, headers=AUTHORIZED
+        )
+        assert answer.status_code == 201, answer.text
+        (row,) = (await client.get("/api/queues")).json()
+        assert row["broadcast"] is True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ({"body": 1, "colour": "red"}, 422, "colour"),
+        ({"priority": 1}, 422, "body"),
+        ({"body": 1, "priority": 99}, 422, "priority"),
+        ({"body": 1, "delay": 5, "ttl": 2}, 422, "ttl"),
+        ({"body": 1, "headers": {"qkit-group": "x"}}, 422, "qkit-"),
+        ({"body": "not a number"}, 422, "orders"),
+        ({"body": "x" * 1_100_000}, 422, ""),
+        ({"body": "x" * 3_000_000}, 413, "bytes"),
+    ],
+    ids=["unknown field", "no body", "priority", "ttl", "reserved", "type", "long", "too long"],
+)
+async def test_what_cannot_be_sent_is_refused_in_words(
+    client: httpx.AsyncClient, wanted: dict[str, object], status: int, words: str
+) -> None:
+    answer = await client.post("/api/queues/orders/messages", json=wanted, headers=AUTHORIZED)
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+async def test_a_body_beyond_the_limit_is_refused(client: httpx.AsyncClient) -> None:
+    answer = await client.post(
+        "/api/queues/audit/messages", json={"body": "x" * 1_100_000}, headers=AUTHORIZED
+    )
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "PayloadTooLarge"
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"body=1", "application/x-www-form-urlencoded", 415),
+        (b"{", "application/json", 422),
+        (b'{"body": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "application/json", 422),
+    ],
+    ids=["form", "no JSON", "nested"],
+)
+async def test_only_sane_json_is_read(
+    client: httpx.AsyncClient, content: bytes, kind: str, status: int
+) -> None:
+    answer = await client.post(
+        "/api/queues/orders/messages",
+        content=content,
+        headers={**AUTHORIZED, "Content-Type": kind},
+    )
+    assert answer.status_code == status, answer.text
+    assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_a_channel_is_paused_and_resumed(
+    client: httpx.AsyncClient, service: QueueService, orders: Orders
+) -> None:
+    paused = await client.post("/api/queues/orders/pause", headers=AUTHORIZED)
+    assert [item["state"] for item in paused.json()["consumers"]] == ["paused"]
+    await service.send("orders", 1)
+    row = (await client.get("/api/queues/orders")).json()
+    assert (row["state"], row["depth"]) == ("paused", 1)
+    assert (await client.get("/readyz")).status_code == 200  # paused on purpose
+    resumed = await client.post("/api/queues/orders/resume", headers=AUTHORIZED)
+    assert [item["state"] for item in resumed.json()["consumers"]] == ["consuming"]
+
+    async def handled() -> bool:
+        return orders.handled == [1]
+
+    await eventually(handled)
+
+
+async def test_dead_letters_are_listed_filtered_and_replayed(
+    client: httpx.AsyncClient, service: QueueService, orders: Orders
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+    await buried(service, "orders", 3)
+    path = "/api/queues/orders/dead-letters"
+    letters = (await client.get(path)).json()["dead_letters"]
+    assert {letter["reason"] for letter in letters} == {"ExplicitNack"}
+    assert len((await client.get(path, params={"error": "total -2"})).json()["dead_letters"]) == 1
+    assert (await client.get(path, params={"reason": "TTLExpired"})).json()["dead_letters"] == []
+    assert len((await client.get(path, params={"limit": 2})).json()["dead_letters"]) == 2
+    orders.mended = True
+    one = next(letter for letter in letters if letter["error"].endswith("-2"))
+    answer = await client.post(f"{path}/replay", json={"ids": [one["id"]]}, headers=AUTHORIZED)
+    assert answer.json() == {"replayed": 1}
+    answer = await client.post(f"{path}/replay", json={}, headers=AUTHORIZED)
+    assert answer.json() == {"replayed": 2}
+    assert (await client.get(path)).json()["dead_letters"] == []
+
+
+async def test_dead_letters_are_purged_some_or_all(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+    await buried(service, "orders", 3)
+    path = "/api/queues/orders/dead-letters"
+    answer = await client.delete(path, params={"error": "total -2"}, headers=AUTHORIZED)
+    assert answer.json() == {"purged": 1}
+    id = (await client.get(path)).json()["dead_letters"][0]["id"]
+    answer = await client.delete(path, params={"id": id}, headers=AUTHORIZED)
+    assert answer.json() == {"purged": 1}
+    assert (await client.delete(path, headers=AUTHORIZED)).json() == {"purged": 1}
+    assert (await client.delete(path, headers=AUTHORIZED)).json() == {"purged": 0}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/api/queues/nowhere", 404, "QueueNotFound"),
+        ("GET", "/api/queues/nowhere/messages", 404, "QueueNotFound"),
+        ("POST", "/api/queues/nowhere/pause", 404, "QueueNotFound"),
+        ("GET", "/api/queues/a%20b/messages", 422, "InvalidName"),
+        ("GET", "/api/queues/orders/messages?limit=0", 422, "BadRequest"),
+        ("GET", "/api/queues/orders/messages?limit=many", 422, "BadRequest"),
+        ("GET", "/nowhere", 404, "NotFound"),
+        ("PUT", "/api/queues", 405, "MethodNotAllowed"),
+    ],
+)
+async def test_mistakes_are_answered_in_json(
+    client: httpx.AsyncClient, method: str, path: str, status: int, kind: str
+) -> None:
+    answer = await client.request(method, path, headers=AUTHORIZED)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["type"] == kind
+
+
+async def test_a_broker_that_does_not_answer_is_said_on_the_page_and_breaks_nothing(
+    client: httpx.AsyncClient, service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*arguments: object) -> None:
+        raise BackendUnavailable("gone fishing")
+
+    monkeypatch.setattr(service, "stats", gone)
+    overview = (await client.get("/api/overview")).json()
+    assert "gone fishing" in overview["queues"][0]["problem"]
+    assert overview["queues"][0]["depth"] is None
+
+
+async def test_a_broker_that_is_silent_is_not_waited_for_long(
+    service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*arguments: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("qkit.web.sampling.PATIENCE", 0.05)
+    async with client_of(service) as client:
+        monkeypatch.setattr(service, "stats", never)
+        overview = (await client.get("/api/overview")).json()
+        assert "did not answer" in overview["queues"][0]["problem"]
+    async with client_of(service) as client:
+        monkeypatch.setattr(service, "queues", never)
+        overview = (await client.get("/api/overview")).json()
+        assert "did not answer" in overview["problem"]
+        assert [row["name"] for row in overview["queues"]] == ["orders"]
+
+
+async def test_more_queues_than_a_page_holds_are_counted(
+    service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkit.web.sampling.MAX_QUEUES", 3)
+    for number in range(9):
+        await service.send(f"queue-{number}", 1)
+    async with client_of(service) as client:
+        overview = (await client.get("/api/overview")).json()
+    assert len(overview["queues"]) == 3
+    assert overview["hidden"] == 7
+
+
+async def test_before_and_after_its_life_a_service_says_so() -> None:
+    @consume("orders")
+    async def handle(body: int) -> None: ...
+
+    service = make_shop(handle)
+    async with client_of(service) as client:
+        for _ in range(2):
+            overview = (await client.get("/api/overview")).json()
+            assert overview["ready"] is False
+            assert overview["problem"] == "The service is not running."
+            answer = await client.get("/api/queues/orders/messages")
+            assert answer.status_code == 503
+            if service.connection_state == "disconnected":
+                async with service:
+                    pass
+
+
+async def test_the_document_describes_every_operation(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert document["openapi"] == "3.1.0"
+    assert set(document["paths"]["/api/queues/{name}/dead-letters"]) == {"get", "delete"}
+    operations = [item for path in document["paths"].values() for item in path.items()]
+    assert all(("security" in item) is (method != "get") for method, item in operations)
+    text = json.dumps(document)
+    for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert name in document["components"]["schemas"], name
+
+
+async def test_the_asyncapi_document_is_served(client: httpx.AsyncClient) -> None:
+    assert "orders" in (await client.get("/asyncapi.json")).json()["channels"]

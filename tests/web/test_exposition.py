@@ -1,0 +1,62 @@
+"""What Prometheus scrapes."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from qkit import QueueService
+from tests.support.web import buried
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """Values by name and by the value of the first label."""
+    return {
+        (sample.name, next(iter(sample.labels.values()), "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_counters_figures_and_state_are_there(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    await service.send("audit", 1)
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = samples(answer.text)
+    assert found["qkit_messages_sent_total", "orders"] == 1
+    assert found["qkit_messages_dead_lettered_total", "orders"] == 1
+    assert found["qkit_queue_dead_letters", "orders"] == 1
+    assert found["qkit_queue_depth", "audit"] == 1
+    assert found["qkit_ready", ""] == 1
+    assert found["qkit_connected", ""] == 1
+    assert found["qkit_breaker_state", "closed"] == 1
+    assert found["qkit_breaker_state", "open"] == 0
+    assert found["qkit_consumer_last_poll_timestamp_seconds", "orders"] > 1e9
+    assert found["qkit_consumer_last_settle_timestamp_seconds", "orders"] > 1e9
+
+
+async def test_a_service_that_is_down_is_still_scraped(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.shutdown()
+    found = samples((await client.get("/metrics")).text)
+    assert found["qkit_ready", ""] == 0
+    assert found["qkit_connected", ""] == 0
+
+
+@pytest.mark.parametrize("count", [1_100])
+async def test_labels_are_bounded(
+    client: httpx.AsyncClient, service: QueueService, count: int
+) -> None:
+    for number in range(count):
+        await service.send(f"channel-{number}", 1)
+    found = samples((await client.get("/metrics")).text)
+    assert found["qkit_messages_sent_total", "(other)"] > 50
+    assert sum(name == "qkit_messages_sent_total" for name, _ in found) <= 1_001
+    assert sum(name == "qkit_queue_depth" for name, _ in found) <= 200
+    assert found["qkit_queues_hidden", ""] > 800
