@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Collection
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -28,13 +30,8 @@ from qkit.web.stream import Streams
 __all__ = ["create_app"]
 
 Handle = Callable[[Request], Awaitable[Response]]
-ASSETS = {
-    "app.css": "text/css",
-    "app.js": "text/javascript",
-    "charts.js": "text/javascript",
-    "elements.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
+STATIC = files("qkit.web") / "static"
+KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def create_app(
@@ -90,9 +87,11 @@ def create_app(
         "/openapi.json": openapi,
         "/asyncapi.json": asyncapi,
         "/api/events": events,
-        "/": _asset("index.html", "text/html"),
+        "/": _asset(STATIC / "index.html", "text/html"),
     }
-    pages |= {f"/static/{name}": _asset(name, kind) for name, kind in ASSETS.items()}
+    for file in STATIC.iterdir():
+        if (suffix := PurePath(file.name).suffix) in KINDS:
+            pages[f"/static/{file.name}"] = _asset(file, KINDS[suffix])
     return Starlette(
         routes=[
             *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
@@ -107,9 +106,9 @@ def _route(endpoint: Endpoint) -> Route:
     return Route(endpoint.path, endpoint.handle, methods=[endpoint.method])
 
 
-def _asset(name: str, kind: str) -> Handle:
+def _asset(file: Traversable, kind: str) -> Handle:
     """A file of the package, read once: there are few, and they are small."""
-    content = (files("qkit.web") / "static" / name).read_bytes()
+    content = file.read_bytes()
 
     async def asset(request: Request) -> Response:
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,106 @@
+// Asking the service, and the token that a change needs. It stays in this tab.
+
+import { button, h, toast } from "./elements.js";
+
+const base = new URL(".", document.baseURI);
+const KEY = "qkit-token";
+
+export function stream() {
+  return new EventSource(new URL("api/events", base));
+}
+
+export function queuePath(name, ...rest) {
+  return ["api/queues", encodeURIComponent(name), ...rest].join("/");
+}
+
+/** What the service answers, or an error with its words. */
+export async function get(path, parameters = {}) {
+  const url = new URL(path, base);
+  for (const [name, value] of Object.entries(parameters)) if (value) url.searchParams.set(name, value);
+  return read(await reach(url, {}));
+}
+
+/** A change: asks for the token if there is none yet, or another if it is refused. */
+export async function change(method, path, body) {
+  for (;;) {
+    const token = sessionStorage.getItem(KEY) ?? (await askForToken());
+    if (token === null) return null;
+    const headers = { Authorization: `Bearer ${token}` };
+    if (body !== undefined) headers["Content-Type"] = "application/json";
+    const answer = await reach(new URL(path, base), { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+    if (answer.status !== 401) return read(answer);
+    sessionStorage.removeItem(KEY);
+    tellToken();
+    toast("That token is not the right one.", "bad");
+  }
+}
+
+async function reach(url, options) {
+  try {
+    return await fetch(url, { ...options, cache: "no-store" });
+  } catch {
+    throw new Error("The service does not answer.");
+  }
+}
+
+async function read(answer) {
+  let content = null;
+  try { content = await answer.json(); } catch { /* no JSON: the status says enough */ }
+  if (answer.ok) return content;
+  throw new Error(content?.error?.message ?? `The service answered ${answer.status}.`);
+}
+
+export const hasToken = () => sessionStorage.getItem(KEY) !== null;
+let tellToken = () => {};
+export function onToken(listener) { tellToken = listener; }
+
+export function forgetToken() {
+  sessionStorage.removeItem(KEY);
+  tellToken();
+}
+
+export function askForToken() {
+  return new Promise((resolve) => {
+    const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, spellcheck: "false" });
+    const form = h(
+      "form", { method: "dialog" },
+      h("h2", {}, "Unlock changes"),
+      h("p", {}, "Looking is free. To pause, send, replay or purge, enter the token that the service was started with."),
+      h("label", { for: "token" }, "Token"), field,
+      h("p", { class: "hint" }, "It is kept in this tab only."),
+      h("div", { class: "actions" },
+        h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"),
+        h("button", { type: "submit", class: "primary" }, "Unlock")),
+    );
+    const dialog = h("dialog", { "aria-label": "Unlock changes" }, form);
+    let given = null;
+    form.addEventListener("submit", () => { given = field.value; });
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      if (given) sessionStorage.setItem(KEY, given);
+      tellToken();
+      resolve(given || null);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+    field.focus();
+  });
+}
+
+/** A question before something is destroyed; the safe answer has the focus. */
+export function confirm({ title, text, action }) {
+  return new Promise((resolve) => {
+    let yes = false;
+    const cancel = h("button", { type: "button", onclick: () => dialog.close() }, "Keep them");
+    const dialog = h(
+      "dialog", { "aria-label": title },
+      h("h2", {}, title), h("p", {}, text),
+      h("div", { class: "actions" }, cancel,
+        button("trash", action, () => { yes = true; dialog.close(); }, { class: "danger" })),
+    );
+    dialog.addEventListener("close", () => { dialog.remove(); resolve(yes); });
+    document.body.append(dialog);
+    dialog.showModal();
+    cancel.focus();
+  });
+}

@@ -1,0 +1,71 @@
+"""A real Chromium: the machine's own, installed where we may, driven by Playwright."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from playwright.async_api import Page, async_playwright
+
+from local_brokers.packages import Missing, ensure
+from tests.support.brokers import brokers_required
+
+NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+
+
+def chromium() -> str:
+    """Where it is; without one the test skips, or fails where nothing may be skipped."""
+    if (found := _find()) is not None:
+        return found
+    try:
+        ensure(["chromium"])
+    except Missing as missing:
+        if brokers_required():
+            pytest.fail(f"no Chromium: {missing}", pytrace=False)
+        pytest.skip(f"no Chromium: {missing}")
+    found = _find()
+    assert found is not None
+    return found
+
+
+def _find() -> str | None:
+    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
+
+
+class Watched:
+    """A page, and what it complained about."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        page.on("console", lambda message: self._heard(message.type, message.text))
+        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}"))
+
+    def _heard(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.complaints.append(f"{kind}: {text}")
+
+
+@asynccontextmanager
+async def open_page(
+    address: str, *, dark: bool = False, width: int = 1200, height: int = 800
+) -> AsyncIterator[Watched]:
+    """A page in a browser of its own."""
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium refuses root otherwise
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium(), args=sandbox)
+        try:
+            context = await browser.new_context(
+                color_scheme="dark" if dark else "light",
+                viewport={"width": width, "height": height},
+                reduced_motion="reduce",
+            )
+            watched = Watched(await context.new_page())
+            await watched.page.goto(address)
+            yield watched
+        finally:
+            await browser.close()

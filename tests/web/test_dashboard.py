@@ -1,0 +1,312 @@
+"""The dashboard in a real Chromium against a live service."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from playwright.async_api import Page, expect
+
+from qkit import BackendUnavailable, Channel, QueueService, Settings, consume
+from qkit.web import serve
+from tests.support.browser import Watched, open_page
+from tests.support.faulty import FaultyBackend
+from tests.support.web import TOKEN, Orders, buried, make_shop
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+expect.set_options(timeout=20_000)
+
+
+@asynccontextmanager
+async def shown(
+    service: QueueService, path: str = "", *, token: str | None = TOKEN, **look: int | bool
+) -> AsyncIterator[Watched]:
+    """The page of a running service; it must have had nothing to complain about."""
+    async with serve(service, port=0, token=token) as address:
+        async with open_page(f"{address}{path}", **look) as watched:  # type: ignore[arg-type]
+            yield watched
+        assert watched.complaints == []
+
+
+async def unlock(page: Page, token: str = TOKEN) -> None:
+    await page.get_by_label("Token").fill(token)
+    await page.get_by_role("dialog").get_by_role("button", name="Unlock").click()
+
+
+async def test_it_shows_every_queue_and_how_the_service_is(service: QueueService) -> None:
+    await service.send("archive", {"id": 1})
+    async with shown(service) as watched:
+        page = watched.page
+        await expect(page.locator("#service-state")).to_contain_text("ready")
+        row = page.get_by_role("row", name="orders")
+        await expect(row).to_contain_text("consuming")
+        await expect(page.get_by_role("row", name="archive")).to_contain_text("not consumed here")
+        await expect(page.get_by_role("region", name="Health")).to_contain_text("connected")
+        await expect(page.get_by_role("region", name="Health")).to_contain_text("Orders.place")
+        assert await page.title() == "qkit"
+
+
+async def test_figures_move_by_themselves(service: QueueService) -> None:
+    async with shown(service) as watched:
+        row = watched.page.get_by_role("row", name="orders")
+        await expect(row).to_be_visible()
+        for number in (-1, -2):
+            await service.send("orders", number)
+        await expect(row.get_by_label("2 dead letters of orders")).to_be_visible()
+        for _ in range(3):
+            await service.send("archive", 1)
+        await expect(watched.page.get_by_role("row", name="archive")).to_contain_text("3")
+        line = watched.page.get_by_role("row", name="archive").locator("path.line").first
+        await expect(line).to_have_attribute("d", re.compile("M.+L"))
+
+
+async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
+    service: QueueService, orders: Orders
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+    await buried(service, "orders", 3)
+    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        letters = page.locator(".item")
+        await expect(letters).to_have_count(3)
+        await page.get_by_label("Error").fill("total -2")
+        await expect(letters).to_have_count(1)
+        await letters.first.locator("summary").click()
+        await expect(letters.first).to_contain_text("Reject: negative total -2")
+        await expect(letters.first.locator("pre")).to_have_text("-2")
+        orders.mended = True
+        await page.get_by_role("button", name="Replay this one").click()
+        await unlock(page)
+        await expect(page.locator(".toast")).to_contain_text("1 message sent to orders again")
+        await expect(page.locator(".empty", has_text="None match")).to_be_visible()
+        await page.get_by_label("Error").fill("")
+        await expect(letters).to_have_count(2)
+        await letters.first.get_by_role("checkbox").check()
+        await expect(page.get_by_role("button", name="Replay 1 selected")).to_be_enabled()
+        await page.get_by_label("Select all").check()
+        await page.get_by_role("button", name="Replay 2 selected").click()
+        await expect(page.locator(".empty", has_text="No dead letters")).to_be_visible()
+    assert sorted(orders.handled) == [-3, -2, -1]
+
+
+async def test_purging_asks_first(service: QueueService) -> None:
+    for number in (-1, -2):
+        await service.send("orders", number)
+    await buried(service, "orders", 2)
+    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        await page.get_by_role("button", name="Purge all…").click()
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text("all 2 dead letters")
+        await expect(dialog.get_by_role("button", name="Keep them")).to_be_focused()
+        await page.keyboard.press("Escape")
+        await expect(page.locator(".item")).to_have_count(2)
+        assert len(await service.dead_letters("orders").list()) == 2
+        await page.get_by_role("button", name="Purge all…").click()
+        await dialog.get_by_role("button", name="Purge").click()
+        await unlock(page)
+        await expect(page.locator(".toast")).to_contain_text("2 dead letters purged")
+    assert await service.dead_letters("orders").list() == []
+
+
+async def test_a_queue_is_paused_and_resumed(service: QueueService) -> None:
+    async with shown(service, "#/queues/orders") as watched:
+        page = watched.page
+        await page.get_by_role("button", name="Pause").click()
+        await unlock(page)
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("paused")
+        assert [item.state for item in service.health_check().consumers] == ["paused"]
+        await service.send("orders", 41)
+        await expect(page.locator(".item pre, .item .preview").first).to_have_text("41")
+        await page.get_by_role("button", name="Resume").click()
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("consuming")
+        await expect(page.locator(".empty", has_text="Nothing waits")).to_be_visible()
+
+
+async def test_a_message_is_sent_and_a_wrong_token_is_asked_for_again(
+    service: QueueService, orders: Orders
+) -> None:
+    # A refused token is an answer of 401, which Chromium reports by itself.
+    async with serve(service, port=0, token=TOKEN) as address:
+        async with open_page(f"{address}#/queues/orders") as watched:
+            page = watched.page
+            await page.get_by_text("Send a message").click()
+            await page.get_by_label("Body, as JSON").fill("7")
+            await page.get_by_role("button", name="Send", exact=True).click()
+            await unlock(page, "wrong")
+            await expect(page.locator(".toast.bad")).to_contain_text("not the right one")
+            await unlock(page)
+            await expect(page.locator(".toast", has_text="Sent as")).to_be_visible()
+            await page.get_by_label("Body, as JSON").fill('"no number"')
+            await page.get_by_role("button", name="Send", exact=True).click()
+            await expect(page.locator(".toast.bad", has_text="orders")).to_be_visible()
+            await page.get_by_role("button", name="Lock").click()
+            await expect(page.get_by_role("button", name="Unlock")).to_be_visible()
+        unexpected = [
+            text for text in watched.complaints if "401" not in text and "422" not in text
+        ]
+        assert unexpected == []
+    assert orders.handled == [7]
+
+
+async def test_without_a_token_the_page_says_that_it_only_looks(service: QueueService) -> None:
+    async with shown(service, "#/queues/orders", token=None) as watched:
+        page = watched.page
+        await expect(page.get_by_role("button", name="Read-only")).to_be_disabled()
+        await expect(page.get_by_role("button", name="Pause")).to_be_disabled()
+        await expect(page.get_by_text("Send a message")).to_be_hidden()
+        await expect(page.locator("#foot-note")).to_contain_text("QKIT_TOKEN")
+
+
+async def test_no_queues_are_an_invitation() -> None:
+    async with make_shop() as service, shown(service) as watched:
+        await expect(watched.page.locator(".empty")).to_contain_text("No queues yet")
+
+
+async def test_a_queue_that_is_not_there_is_said(service: QueueService) -> None:
+    async with shown(service, "#/queues/nowhere") as watched:
+        await expect(watched.page.locator(".empty").first).to_contain_text("No such queue")
+
+
+async def test_a_broker_that_is_gone_and_back_is_said() -> None:
+    backend = FaultyBackend()
+    service = QueueService(Settings(type="native"), backend=backend)
+    async with service, shown(service) as watched:
+        banner = watched.page.locator("#banner")
+        await expect(watched.page.locator("#service-state")).to_contain_text("ready")
+        backend.always("ping", BackendUnavailable("no route to the broker"))
+        await expect(banner).to_contain_text("The broker cannot be reached.")
+        await expect(banner).to_contain_text("no route to the broker")
+        await expect(watched.page.locator("#service-state")).to_contain_text("not ready")
+        backend.heal("ping")
+        await expect(banner).to_be_empty()
+
+
+async def test_a_service_that_ended_is_said_and_found_again(service: QueueService) -> None:
+    # The browser itself reports that connections are refused; here the page's own words count.
+    async with AsyncExitStack() as first:
+        address = await first.enter_async_context(serve(service, port=0))
+        port = int(address.rstrip("/").rpartition(":")[2])
+        async with open_page(address) as watched:
+            page = watched.page
+            await expect(page.locator("#service-state")).to_contain_text("ready")
+            await first.aclose()
+            await expect(page.locator("#banner")).to_contain_text("The service does not answer.")
+            await expect(page.locator("body")).to_have_class("stale")
+            async with serve(service, port=port):
+                await expect(page.locator("#banner")).to_be_empty()
+                await expect(page.locator("#service-state")).to_contain_text("ready")
+
+
+async def test_it_is_used_by_keyboard_alone(service: QueueService) -> None:
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    async with shown(service) as watched:
+        page = watched.page
+        await expect(page.get_by_role("link", name="orders", exact=True)).to_be_visible()
+        await page.keyboard.press("Tab")
+        await expect(page.get_by_role("link", name="Skip to the queues")).to_be_focused()
+        await page.get_by_role("link", name="1 dead letters of orders").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
+        await page.locator(".item summary").focus()
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("button", name="Replay this one")).to_be_visible()
+        await page.keyboard.press("Tab")  # the body can be scrolled
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_label("Token")).to_be_focused()
+        await page.keyboard.type(TOKEN)
+        await page.keyboard.press("Enter")
+        await expect(page.locator(".toast")).to_contain_text("sent to orders again")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_a_phone_sees_it_all_without_scrolling_sideways(
+    service: QueueService, dark: bool
+) -> None:
+    await service.send("a-queue-with-quite-a-long-name.for-a-phone.that-must-wrap", {"id": 1})
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    async with shown(service, width=360, height=740, dark=dark) as watched:
+        page = watched.page
+        for path in ("#/", "#/queues/orders", "#/queues/orders/dead-letters"):
+            await page.evaluate("path => { location.hash = path }", path)
+            await expect(page.get_by_text("orders").first).to_be_visible()
+            await page.wait_for_timeout(100)
+            wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, path
+        background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert background == ("rgb(13, 16, 21)" if dark else "rgb(245, 246, 248)")
+
+
+async def test_colours_can_be_chosen(service: QueueService) -> None:
+    async with shown(service) as watched:
+        page = watched.page
+        chosen = []
+        for _ in range(3):
+            await page.locator("#theme-button").click()
+            chosen.append(await page.evaluate("document.documentElement.dataset.theme"))
+        assert chosen == ["light", "dark", "auto"]
+
+
+ATTACKS = [
+    "<script>window.hit = 1</script>",
+    "<img src=x onerror=window.hit=1>",
+    '"><svg onload=window.hit=1>',
+    "'-window.hit=1-'",
+    "</textarea><script>window.hit=1</script>",
+    "javascript:window.hit=1",
+    "{{constructor.constructor('window.hit=1')()}}",
+    "<iframe srcdoc='<script>parent.hit=1</script>'>",
+    "</script><script>window.hit=1</script>",
+    "\u202ealert(1)",
+]
+
+
+async def test_nothing_that_a_message_holds_runs_on_the_page(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @consume("orders")
+    async def refuse(body: str) -> None:
+        kind = type(body, (Exception,), {})
+        raise kind(body)
+
+    service = make_shop(refuse)
+    service.declare(Channel("waiting"))
+    async with service:
+        for attack in ATTACKS:
+            await service.send("orders", attack, headers={"note": attack}, key=attack)
+            await service.send("waiting", attack, headers={"note": attack}, key=attack)
+        await buried(service, "orders", len(ATTACKS))
+        real = service.queues
+
+        async def with_foreign_names() -> list[str]:  # as another program may put on a broker
+            return [*await real(), *ATTACKS]
+
+        monkeypatch.setattr(service, "queues", with_foreign_names)
+        service._connection.last_error = ATTACKS[1]
+        async with shown(service) as watched:
+            page = watched.page
+            await expect(page.get_by_role("row")).to_have_count(1 + 2 + len(ATTACKS))
+            for attack in ATTACKS:
+                await expect(page.get_by_text(attack).first).to_be_visible()
+            for path in ("#/queues/orders/dead-letters", "#/queues/waiting"):
+                await page.evaluate("path => { location.hash = path }", path)
+                items = page.locator(".item summary")
+                await expect(items).to_have_count(len(ATTACKS))
+                for item in await items.all():
+                    await item.click()
+                await expect(page.locator(".item pre")).to_have_count(len(ATTACKS))
+            name = "#/queues/" + "%3Cimg%20src%3Dx%20onerror%3Dwindow.hit%3D1%3E"
+            await page.evaluate("path => { location.hash = path }", name)
+            await expect(page.get_by_role("heading", level=1)).to_contain_text("<img src=x")
+            await page.wait_for_timeout(300)
+            assert await page.evaluate("window.hit") is None
+            assert await page.locator("main script, main img, main iframe").count() == 0
+            assert await page.evaluate("document.title") == f"{ATTACKS[1]} · qkit"
+            watched.complaints = [text for text in watched.complaints if "422" not in text]
