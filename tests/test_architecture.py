@@ -16,7 +16,7 @@ ORDER = [
     ["errors", "clock"],
     ["message", "logs"],
     ["backend", "_compression", "_dumping", "_config_words", "_config_rules", "_config_sources"],
-    ["config", "codec", "matrix"],
+    ["config", "codec", "matrix", "views"],
     ["native"],
     ["backends"],
     ["retry", "breaker", "telemetry", "events", "channels", "threads", "signatures", "deadlines"],

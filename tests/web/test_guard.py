@@ -158,7 +158,7 @@ async def test_a_websocket_is_closed(service: QueueService) -> None:
         return {"type": "websocket.connect"}
 
     scope = {"type": "websocket", "path": "/", "headers": [], "scheme": "ws"}
-    await create_app(service)(scope, receive, send)  # type: ignore[arg-type]  # enough of a scope
+    await create_app(service)(scope, receive, send)
     assert said == [{"type": "websocket.close", "code": 1008}]
 
 

@@ -14,15 +14,14 @@ It needs the extra: ``pip install 'qkit[web]'``.
 from qkit.errors import ConfigError
 
 try:
-    import prometheus_client as _prometheus_client  # noqa: F401  # to say what is missing, at once
-    import starlette as _starlette  # noqa: F401  # likewise
+    from qkit.web.app import create_app
+    from qkit.web.lifespan import lifespan
+    from qkit.web.server import serve
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
+        raise
     raise ConfigError(
         f"qkit.web needs {error.name}: pip install 'qkit[web]'", cause=error
     ) from error
-
-from qkit.web.app import create_app
-from qkit.web.lifespan import lifespan
-from qkit.web.server import serve
 
 __all__ = ["create_app", "lifespan", "serve"]

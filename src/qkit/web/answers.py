@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from qkit.errors import (
     BackendUnavailable,
+    ConfigError,
     InvalidBody,
     InvalidHeader,
     InvalidName,
@@ -36,6 +37,7 @@ STATUSES: tuple[tuple[type[QueueError], int], ...] = (
     (InvalidPriority, 422),
     (QueueFull, 507),
     (Unsupported, 501),
+    (ConfigError, 409),  # the channel is declared elsewhere, in another way
     (LifecycleError, 503),
     (SendTimeout, 504),
     (BackendUnavailable, 503),

@@ -14,13 +14,12 @@ from starlette.responses import Response
 from qkit.errors import QueueError, QueueNotFound
 from qkit.outgoing import SendOptions
 from qkit.service import QueueService
+from qkit.views import DeadLetterView, MessageView
 from qkit.web.answers import answer
 from qkit.web.sampling import Sampler
 from qkit.web.shapes import (
     DeadLetterList,
-    DeadLetterView,
     MessageList,
-    MessageView,
     Overview,
     Purged,
     QueueView,

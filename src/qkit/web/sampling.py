@@ -209,7 +209,10 @@ def _state(consumers: list[ConsumerHealth]) -> QueueState:
     """The state of them all: that of the one which is worst off."""
     ranks: tuple[QueueState, ...] = ("reconnecting", "starting", "stopped", "paused", "consuming")
     states = {consumer.state for consumer in consumers}
-    return next((state for state in ranks if state in states), "none")
+    for state in ranks:
+        if state in states:
+            return state
+    return "none"
 
 
 def _totals(queues: list[QueueView]) -> Totals:

@@ -8,18 +8,13 @@ import socket
 from collections.abc import AsyncGenerator, Collection, Generator
 from contextlib import asynccontextmanager
 
+import uvicorn
+
 from qkit.errors import ConfigError
 from qkit.logs import logger
 from qkit.service import QueueService
 from qkit.web.app import create_app
 from qkit.web.standin import StandIn
-
-try:
-    import uvicorn
-except ModuleNotFoundError as error:
-    raise ConfigError(
-        f"qkit.web needs {error.name}: pip install 'qkit[web]'", cause=error
-    ) from error
 
 __all__ = ["DEFAULT_PORT", "serve"]
 

@@ -85,7 +85,9 @@ class StandIn:
                 self._answer_for(PULSE, missed * PULSE)
 
     def _report(self, seconds: float) -> None:
-        frame = sys._current_frames().get(self._loop_thread)
+        # Underlined, and yet documented, for just this use.
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
+        frame = frames.get(self._loop_thread)
         stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
         logger.error(
             "the event loop has been blocked for %.1f s; not even a probe is answered. It hangs "

@@ -1,11 +1,11 @@
-"""Bodies as a page shows them: text, JSON or base64, and never too much."""
+"""Bodies as people see them: text, JSON or base64, and never too much."""
 
 from __future__ import annotations
 
 import gzip
 import tracemalloc
 
-from qkit.web.shapes import SHOWN, body_view
+from qkit.views import SHOWN, body_view
 
 GZIP = {"content-encoding": "gzip"}
 

@@ -1,0 +1,21 @@
+"""The ``qkit`` command: run workers, send, look into queues, replay dead letters.
+
+It needs the extra: ``pip install 'qkit[cli]'``. ``qkit --help`` tells the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``qkit``."""
+    try:
+        from qkit.cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"rich", "typer"}:
+            raise
+        sys.exit(f"qkit: the command line needs {error.name}: pip install 'qkit[cli]'")
+    app(prog_name="qkit")

@@ -1,0 +1,54 @@
+"""The command's parts, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import qkit
+from qkit.cli import dead_letters, describing, messages, queues, running
+from qkit.cli.terminal import out
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="One way to work with queues on every broker: run workers, send, look, replay.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_WORK, _LOOK, _TELL = "Work", "Look and tidy", "Tell"
+app.command(rich_help_panel=_WORK)(running.run)
+app.command(rich_help_panel=_WORK)(running.web)
+app.command(rich_help_panel=_WORK)(messages.send)
+app.command(rich_help_panel=_WORK)(messages.consume)
+app.command("queues", rich_help_panel=_LOOK)(queues.list_queues)
+app.command(rich_help_panel=_LOOK)(queues.stats)
+app.command(rich_help_panel=_LOOK)(messages.peek)
+app.command(rich_help_panel=_LOOK)(queues.purge)
+app.add_typer(dead_letters.app, name="dlq", rich_help_panel=_LOOK)
+app.command(rich_help_panel=_TELL)(describing.health)
+app.command(rich_help_panel=_TELL)(describing.capabilities)
+app.command(rich_help_panel=_TELL)(describing.asyncapi)
+app.add_typer(describing.config_app, name="config", rich_help_panel=_TELL)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"qkit {qkit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+    ] = False,
+) -> None:
+    """One way to work with queues on every broker: run workers, send, look, replay.
+
+    Settings come from [bold]QKIT_*[/] variables, [bold]./qkit.toml[/] or [bold]--config[/].
+    """

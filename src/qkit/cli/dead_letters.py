@@ -1,0 +1,328 @@
+"""``dlq``: list, read, replay and purge what failed for good."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, run, service
+from qkit.cli.queues import figures
+from qkit.cli.terminal import (
+    ago,
+    block,
+    body_text,
+    count,
+    err,
+    number,
+    out,
+    print_json,
+    safe,
+    table,
+    tell,
+)
+from qkit.errors import ConfigError, MessageNotFound
+from qkit.message import DeadLetter
+from qkit.service import QueueService
+from qkit.views import DeadLetterView
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Dead letters: list, show, replay, purge.", no_args_is_help=True)
+
+ALL = 1_000_000
+UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel whose letters they are.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="These; else all.")]
+OfReason = Annotated[str | None, typer.Option("--reason", "-r", help="Only with this reason.")]
+OfError = Annotated[
+    str | None, typer.Option("--error", "-e", help="Only with this error: its type, or some text.")
+]
+Older = Annotated[
+    str | None, typer.Option(metavar="AGE", help="Only what failed before: 90s, 10m, 2h, 7d.")
+]
+Newer = Annotated[str | None, typer.Option(metavar="AGE", help="Only what failed since.")]
+Limit = Annotated[int | None, typer.Option("--limit", "-n", min=1, help="The oldest so many.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+Rate = Annotated[float | None, typer.Option(min=0.01, help="So many a second at most.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which dead letters a command means."""
+
+    ids: list[str] | None
+    reason: str | None
+    error: str | None
+    older_than: float | None
+    newer_than: float | None
+    limit: int | None
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing was said that could leave one out."""
+        return self == Choice(None, None, None, None, None, None)
+
+    async def of(self, running: QueueService, queue: str) -> list[DeadLetter]:
+        """Those letters, oldest first; ``MessageNotFound`` for an id that is not there."""
+        letters = await running.dead_letters(queue).list(
+            ALL, reason=self.reason, error=self.error, ids=self.ids or None
+        )
+        missing = set(self.ids or ()) - {letter.message_id for letter in letters}
+        if missing:
+            raise MessageNotFound(f"{queue} has no dead letter {', '.join(sorted(missing))}")
+        now = time.time()
+        chosen = [
+            letter
+            for letter in letters
+            if (self.older_than is None or now - letter.last_failed_at >= self.older_than)
+            and (self.newer_than is None or now - letter.last_failed_at <= self.newer_than)
+        ]
+        return chosen[: self.limit]
+
+
+def _choice(
+    ids: list[str] | None,
+    reason: str | None,
+    error: str | None,
+    older_than: str | None,
+    newer_than: str | None,
+    limit: int | None,
+) -> Choice:
+    return Choice(
+        ids or None, reason, error, seconds("--older-than", older_than),
+        seconds("--newer-than", newer_than), limit,
+    )  # fmt: skip
+
+
+def seconds(option: str, text: str | None) -> float | None:
+    """An age as people write it.
+
+    >>> seconds("--older-than", "2h")
+    7200.0
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None:
+        raise ConfigError(f"{option} {text!r}: write an age such as 90s, 10m, 2h or 7d")
+    return float(match[1]) * UNITS[match[2]]
+
+
+@app.command("list")
+@command
+def list_letters(
+    queue: Annotated[
+        str | None, typer.Argument(metavar="[QUEUE]", help="Else a count of all.")
+    ] = None,
+    reason: OfReason = None,
+    error: OfError = None,
+    older_than: Older = None,
+    newer_than: Newer = None,
+    limit: Limit = 50,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """List dead letters; without a queue, how many each queue has."""
+    if queue is None:
+        _count_all(config, as_json)
+        return
+    choice = _choice(None, reason, error, older_than, newer_than, limit)
+
+    async def main() -> list[DeadLetter]:
+        async with service(config) as running:
+            return await choice.of(running, queue)
+
+    letters = run(main())
+    if as_json:
+        print_json([asdict(DeadLetterView.of(letter)) for letter in letters])
+    elif not letters:
+        tell(f"{queue} has no such dead letters.", "dim")
+    else:
+        _print(letters)
+
+
+def _count_all(config: Path | None, as_json: bool) -> None:
+    async def main() -> dict[str, int]:
+        async with service(config) as running:
+            return {name: letters for name, (_, letters) in (await figures(running)).items()}
+
+    counts = {name: letters for name, letters in run(main()).items() if letters}
+    if as_json:
+        print_json(counts)
+    elif not counts:
+        tell("No dead letters anywhere.", "green")
+    else:
+        rows = [
+            (Text(name, style="bold"), number(letters, "red")) for name, letters in counts.items()
+        ]
+        out.print(table(("queue", ">dead letters"), rows))
+
+
+def _print(letters: list[DeadLetter]) -> None:
+    for letter in letters:
+        facts = [
+            Text(safe(letter.reason), style="red"),
+            Text(count(letter.attempts, "attempt"), style="dim"),
+            Text(ago(letter.last_failed_at), style="dim"),
+        ]
+        out.print(block(letter.message_id, facts, _error(letter)))
+
+
+def _error(letter: DeadLetter) -> str:
+    return ": ".join(part for part in (letter.error_type, letter.error) if part) or "–"
+
+
+@app.command()
+@command
+def show(
+    queue: Queue,
+    id: Annotated[str, typer.Argument(metavar="ID")],
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one dead letter whole: error, attempts, times, headers, body."""
+
+    async def main() -> DeadLetter:
+        async with service(config) as running:
+            return (await _choice([id], None, None, None, None, None).of(running, queue))[0]
+
+    view = DeadLetterView.of(run(main()))
+    if as_json:
+        print_json(asdict(view))
+        return
+    facts: dict[str, object] = {
+        "id": view.id,
+        "queue": view.channel,
+        "group": view.group,
+        "reason": view.reason,
+        "error": ": ".join(part for part in (view.error_type, view.error) if part),
+        "attempts": view.attempts,
+        "sent": ago(view.sent_at) if view.sent_at else None,
+        "first failed": ago(view.first_failed_at),
+        "last failed": ago(view.last_failed_at),
+        "key": view.key,
+        "priority": view.priority,
+        "trace": view.trace_id,
+    }
+    for name, value in facts.items():
+        if value not in (None, ""):
+            out.print(Text(f"{name:>13}  ", style="dim").append(safe(value), style="default"))
+    for name, text in view.headers.items():
+        out.print(Text(f"{'header':>13}  ", style="dim").append(safe(f"{name}: {text}")))
+    out.print()
+    if view.body.format == "json":
+        out.print_json(view.body.content)
+    else:
+        out.print(Text(safe(body_text(view.body))))
+
+
+@app.command()
+@command
+def replay(
+    queue: Queue,
+    ids: Ids = None,
+    reason: OfReason = None,
+    error: OfError = None,
+    older_than: Older = None,
+    newer_than: Newer = None,
+    limit: Limit = None,
+    dry_run: DryRun = False,
+    rate: Rate = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send dead letters to their queue again, all unless a filter says which."""
+    choice = _choice(ids, reason, error, older_than, newer_than, limit)
+
+    async def main() -> list[DeadLetter]:
+        async with service(config) as running:
+            letters = await choice.of(running, queue)
+            if letters and not dry_run:
+                again = running.dead_letters(queue).replay
+                await _in_steps([letter.message_id for letter in letters], again, rate)
+            return letters
+
+    _report(run(main()), queue, "replayed", dry_run, as_json)
+
+
+@app.command()
+@command
+def purge(
+    queue: Queue,
+    ids: Ids = None,
+    reason: OfReason = None,
+    error: OfError = None,
+    older_than: Older = None,
+    newer_than: Newer = None,
+    limit: Limit = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete dead letters for good, all unless a filter says which."""
+    choice = _choice(ids, reason, error, older_than, newer_than, limit)
+
+    async def main() -> list[DeadLetter] | None:
+        async with service(config) as running:
+            letters = await choice.of(running, queue)
+            if letters and not dry_run:
+                question = f"Delete {count(len(letters), 'dead letter')} of {queue} for good?"
+                if not confirmed(question, yes):
+                    return None
+                chosen = None if choice.everything else [item.message_id for item in letters]
+                await running.dead_letters(queue).purge(chosen)
+            return letters
+
+    gone = run(main())
+    if gone is None:
+        tell("Nothing was deleted.")
+        raise typer.Exit(1)
+    _report(gone, queue, "purged", dry_run, as_json)
+
+
+async def _in_steps(
+    ids: list[str], replay: Callable[[list[str]], Awaitable[int]], rate: float | None
+) -> None:
+    """Replay in groups, at most ``rate`` a second, with a bar for whoever watches."""
+    ids = list(dict.fromkeys(ids))  # a topic's letters of one message go together
+    step = len(ids) if rate is None else max(1, int(rate / 4))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    bar = Progress(
+        TextColumn("replaying"), BarColumn(), MofNCompleteColumn(),
+        console=err, transient=True, disable=rate is None or not err.is_terminal,
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task("replaying", total=len(ids))
+        for start in range(0, len(ids), step):
+            if rate is not None:
+                await asyncio.sleep(max(0.0, began + start / rate - loop.time()))
+            await replay(ids[start : start + step])
+            bar.update(task, completed=min(start + step, len(ids)))
+
+
+def _report(letters: list[DeadLetter], queue: str, verb: str, dry_run: bool, as_json: bool) -> None:
+    if as_json:
+        ids = [letter.message_id for letter in letters]
+        print_json({"queue": queue, verb: len(ids), "dry_run": dry_run, "message_ids": ids})
+        return
+    if dry_run and letters:
+        _print(letters)
+    reasons = ", ".join(
+        f"{number} {name}" for name, number in Counter(item.reason for item in letters).items()
+    )
+    would = "would be " if dry_run else ""
+    suffix = f" ({reasons})" if reasons else ""
+    tell(f"{count(len(letters), 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")

@@ -1,0 +1,118 @@
+"""What every command shares: its options, its settings, its service, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar, Unpack
+
+import typer
+
+from qkit.cli.terminal import err, print_json, tell
+from qkit.config import Settings, SettingsValues
+from qkit.errors import ConfigError, QueueError
+from qkit.logs import logger
+from qkit.service import QueueService
+
+__all__ = ["AsJson", "Config", "Yes", "command", "confirmed", "find_settings", "run", "service"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="QKIT_CONFIG", metavar="FILE", rich_help_panel="Settings",
+        help="A TOML file; else ./qkit.toml if there is one. QKIT_* variables win over it.",
+    ),
+]  # fmt: skip
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Let a command fail in words: no traceback, and an exit code that tells."""
+
+    @functools.wraps(function)
+    def told(*arguments: P.args, **options: P.kwargs) -> None:
+        as_json = bool(options.get("as_json"))
+        try:
+            function(*arguments, **options)
+        except ConfigError as error:
+            raise _fail(error, MISUSED, as_json) from None
+        except (QueueError, ValueError, OSError) as error:
+            raise _fail(error, FAILED, as_json) from None
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise typer.Exit(INTERRUPTED) from None
+
+    return told
+
+
+def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
+    if isinstance(error, BrokenPipeError):  # `qkit peek … | head`: the reader had enough
+        sys.stderr.close()
+        return typer.Exit(0)
+    if as_json:
+        print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+    else:
+        err.print("[bold red]error[/]", end=" ")
+        tell(str(error) or type(error).__name__)
+    return typer.Exit(code)
+
+
+def find_settings(config: Path | None, **overrides: Unpack[SettingsValues]) -> Settings:
+    """The settings that a command works with: a file, the environment, or both."""
+    here = Path("qkit.toml")
+    if config is None and here.is_file():
+        config = here
+    return Settings(**overrides) if config is None else Settings.load(config, **overrides)
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run to the end, on uvloop if it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+@asynccontextmanager
+async def service(
+    config: Path | None, *, declares: bool = False
+) -> AsyncGenerator[QueueService, None]:
+    """A service without handlers, for looking and sending; connected while the context lasts.
+
+    Unless it ``declares``, queues are used as they are: how often one is tried, or how many it
+    holds, is for the program that consumes it to say.
+    """
+    settings = find_settings(config)
+    if not declares:
+        settings = find_settings(config, declare="passive", dead_letter={"enabled": False})
+    if settings.type == "native" and settings.path is None:
+        raise ConfigError(
+            "these settings keep queues in the memory of one process, where no command can look: "
+            "name a directory (QKIT_PATH=data), a broker (QKIT_TYPE and QKIT_URL), or a file "
+            "with such settings (--config)"
+        )
+    # What a person should hear of comes as an error; a log beside a table only confuses.
+    logger.setLevel(logging.CRITICAL)
+    async with QueueService(settings) as running:
+        yield running
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Ask before something is destroyed; where nobody can answer, that is a no."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody is here to ask: repeat it with --yes")
+    return typer.confirm(question, err=True)

@@ -1,0 +1,331 @@
+"""``send``, ``peek`` and ``consume``: messages in, a look at them, and out again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
+from rich.text import Text
+
+from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
+from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
+from qkit.cli.terminal import ago, block, body_text, count, err, out, print_json, safe, tell
+from qkit.clock import SystemClock
+from qkit.errors import ConfigError, QueueError, QueueNotFound, Unsupported
+from qkit.message import Envelope, Message
+from qkit.opening import open_backend
+from qkit.outgoing import SendOptions
+from qkit.service import QueueService
+from qkit.views import MessageView, body_view
+
+__all__ = ["consume", "peek", "send"]
+
+GROUP = 500  # messages sent together
+HELD = 1_000  # messages that an observer may hold at once
+
+Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel's name.")]
+
+
+@command
+def send(
+    queue: Queue,
+    body: Annotated[
+        str | None,
+        typer.Argument(metavar="[JSON]", help="The body; without it, a line of stdin each."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Send what is in a file, as one message.")
+    ] = None,
+    lines: Annotated[
+        Path | None, typer.Option("--lines", help="Send each line of a file; - is stdin.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Higher comes first.")] = None,
+    delay: Annotated[float | None, typer.Option(help="Seconds before it is delivered.")] = None,
+    ttl: Annotated[float | None, typer.Option(help="Seconds after which it expires.")] = None,
+    key: Annotated[str | None, typer.Option(help="Messages of one key keep their order.")] = None,
+    header: Annotated[
+        list[str] | None, typer.Option("--header", "-H", metavar="NAME=VALUE", help="May repeat.")
+    ] = None,
+    broadcast: Annotated[
+        bool, typer.Option("--broadcast", help="It is a topic: every group gets a copy.")
+    ] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send messages: an argument, a file, or a line of stdin each.
+
+    [dim]qkit send orders '{"id": 1}' · qkit send orders --priority 9 < orders.jsonl[/]
+    """
+    if sum(source is not None for source in (body, file, lines)) > 1:
+        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
+    options = SendOptions(headers=_headers(header or []))
+    if priority is not None:
+        options["priority"] = priority
+    if delay is not None:
+        options["delay"] = delay
+    if ttl is not None:
+        options["ttl"] = ttl
+    if key is not None:
+        options["key"] = key
+    bodies: Iterable[object]
+    total: int | None
+    if body is not None:
+        bodies, total = [_parsed(body, "the argument")], 1
+    elif file is not None:
+        bodies, total = [_parsed(file.read_text(), str(file))], 1
+    else:
+        bodies, total = _lines(lines)
+    ids = run(_send(queue, bodies, total, options, broadcast, config))
+    if as_json:
+        print_json({"sent": len(ids), "message_ids": ids})
+    elif len(ids) == 1:
+        out.print(Text(ids[0]))
+    else:
+        tell(f"{count(len(ids), 'message')} sent to {queue}.", "green")
+
+
+async def _send(
+    queue: str,
+    bodies: Iterable[object],
+    total: int | None,
+    options: SendOptions,
+    broadcast: bool,
+    config: Path | None,
+) -> list[str]:
+    ids: list[str] = []
+    bar = Progress(
+        TextColumn("sending"), BarColumn(), MofNCompleteColumn(),
+        TaskProgressColumn(show_speed=True), console=err, transient=True,
+        disable=total == 1 or not err.is_terminal,
+    )  # fmt: skip
+    async with service(config, declares=await _is_new(queue, config)) as running:
+        with bar:
+            task = bar.add_task("sending", total=total)
+            for some in _groups(bodies):
+                try:
+                    ids += await _hand_over(running, queue, some, options, broadcast)
+                except QueueError:
+                    if ids:
+                        tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
+                    raise
+                bar.update(task, completed=len(ids))
+    return ids
+
+
+async def _is_new(queue: str, config: Path | None) -> bool:
+    async with service(config) as running:
+        try:
+            await running.stats(queue)
+        except (QueueNotFound, Unsupported):
+            return True
+        return False
+
+
+async def _hand_over(
+    running: QueueService, queue: str, bodies: list[object], options: SendOptions, broadcast: bool
+) -> list[str]:
+    if broadcast:
+        sent = [await running.publish(queue, body, **options) for body in bodies]
+    else:
+        sent = await running.send_many(queue, bodies, **options)
+    return [item.message_id for item in sent]
+
+
+def _groups(bodies: Iterable[object]) -> Iterator[list[object]]:
+    some: list[object] = []
+    for body in bodies:
+        some.append(body)
+        if len(some) == GROUP:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def _lines(path: Path | None) -> tuple[Iterable[object], int | None]:
+    """A body for each line that is not empty, and how many there are if that is known."""
+    if path is None and sys.stdin.isatty():
+        raise ConfigError("say what to send: a JSON argument, --file, --lines, or lines on stdin")
+    if path is None or str(path) == "-":
+        return (
+            _parsed(line, f"line {at}") for at, line in enumerate(sys.stdin, 1) if line.strip()
+        ), None
+    texts = path.read_text().splitlines()
+    bodies = [
+        _parsed(line, f"{path}, line {at}") for at, line in enumerate(texts, 1) if line.strip()
+    ]
+    return bodies, len(bodies)
+
+
+def _parsed(text: str, where: str) -> object:
+    try:
+        value: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{where} is no JSON ({error}); text needs quotes of its own: '\"hello\"'"
+        ) from None
+    return value
+
+
+def _headers(pairs: list[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"--header {pair!r}: write NAME=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+@command
+def peek(
+    queue: Queue,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="How many.")] = 10,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the next messages of a queue without taking them."""
+
+    async def main() -> list[Message]:
+        async with service(config) as running:
+            return await running.peek(queue, limit)
+
+    found = [MessageView.of(message) for message in run(main())]
+    if as_json:
+        print_json([asdict(view) for view in found])
+    elif not found:
+        tell(f"Nothing waits in {queue}.", "dim")
+    else:
+        for view in found:
+            facts = [] if view.priority is None else [f"priority {view.priority}"]
+            facts += [f"attempt {view.attempt}"] if view.attempt > 1 else []
+            facts += [] if view.sent_at is None else [f"sent {ago(view.sent_at)}"]
+            out.print(block(view.id, facts, body_text(view.body)))
+
+
+@command
+def consume(
+    queue: Queue,
+    ack: Annotated[bool, typer.Option("--ack", help="Take the messages away for good.")] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", "-n", min=1, help="End after so many.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="End when nothing came for so many seconds.")
+    ] = None,
+    group: Annotated[str, typer.Option(help="The group to join, on a topic or on Kafka.")] = "qkit",
+    broadcast: Annotated[bool, typer.Option("--broadcast", help="It is a topic.")] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print messages as they arrive, until Ctrl-C.
+
+    Without [bold]--ack[/] they are held while this runs and then given back, with no attempt
+    charged; with it they are gone.
+    """
+    show: Callable[[Envelope], None] = _show_json if as_json else _show
+    seen = run(_consume(queue, ack, limit, timeout, group, broadcast, config, show))
+    what = "taken" if ack else "shown and given back"
+    tell(f"{count(seen, 'message')} {what}.", "dim")
+
+
+async def _consume(
+    queue: str,
+    ack: bool,
+    limit: int | None,
+    timeout: float | None,
+    group: str,
+    broadcast: bool,
+    config: Path | None,
+    show: Callable[[Envelope], None],
+) -> int:
+    async with service(config) as running:  # first: it knows whether there is such a queue
+        await running.stats(queue)
+    settings = find_settings(config)
+    backend = open_backend(settings, SystemClock())
+    await backend.start()
+    try:
+        spec = SubscriptionSpec(
+            queue=settings.broker_name(queue),
+            group=group,
+            consumer=f"{socket.gethostname()}-{os.getpid()}-cli",
+            prefetch=min(limit or HELD, HELD),
+            broadcast=broadcast,
+            ack_deadline=settings.ack_deadline,
+        )
+        async with backend.subscribe(spec) as subscription:
+            observer = _Observer(backend, subscription, settings.ack_deadline)
+            return await observer.watch(ack, limit or (10**12 if ack else HELD), timeout, show)
+    finally:
+        await backend.aclose()
+
+
+class _Observer:
+    """Receives, shows, and holds what it does not acknowledge until the end."""
+
+    def __init__(self, backend: Backend, subscription: Subscription, lease: float) -> None:
+        self._subscription = subscription
+        self._lease = lease if backend.capabilities.lease else None
+        self._held: list[Delivery] = []
+
+    async def watch(
+        self, ack: bool, limit: int, timeout: float | None, show: Callable[[Envelope], None]
+    ) -> int:
+        seen = 0
+        renewing = asyncio.create_task(self._renew(), name="qkit leases")
+        try:
+            with suppress(TimeoutError, KeyboardInterrupt, asyncio.CancelledError):
+                while seen < limit:
+                    async with asyncio.timeout(timeout):
+                        found = await self._subscription.receive(min(limit - seen, GROUP))
+                    for delivery in found:
+                        show(delivery.envelope)
+                        seen += 1
+                        if ack:
+                            await self._subscription.ack(delivery)
+                        else:
+                            self._held.append(delivery)
+        finally:
+            renewing.cancel()
+            for delivery in self._held:
+                with suppress(QueueError):  # its lease is lost: it went back by itself
+                    await self._subscription.release(delivery, 0.0, count_attempt=False)
+        return seen
+
+    async def _renew(self) -> None:
+        while self._lease is not None:
+            await asyncio.sleep(self._lease / 3)
+            for delivery in list(self._held):
+                with suppress(QueueError):
+                    await self._subscription.extend(delivery, self._lease)
+
+
+def _show(envelope: Envelope) -> None:
+    body = body_text(body_view(envelope.body, envelope.headers))
+    line = Text()
+    line.append(envelope.id, style="dim")
+    if envelope.attempt > 1:
+        line.append(f"  attempt {envelope.attempt}", style="yellow")
+    line.append(f"  {safe(body)}")
+    out.print(line, soft_wrap=True)
+
+
+def _show_json(envelope: Envelope) -> None:
+    """One object a line, so that a program can read them as they come."""
+    record: dict[str, Any] = {
+        "id": envelope.id,
+        "body": asdict(body_view(envelope.body, envelope.headers)),
+        "headers": envelope.headers,
+        "key": envelope.key,
+        "priority": envelope.priority,
+        "attempt": envelope.attempt,
+    }
+    sys.stdout.write(f"{json.dumps(record)}\n")
+    sys.stdout.flush()

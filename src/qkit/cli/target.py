@@ -1,0 +1,72 @@
+"""``module:service`` on the command line: the service that is meant, or why there is none."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from qkit.errors import ConfigError
+from qkit.service import QueueService
+
+__all__ = ["load"]
+
+
+def load(target: str) -> QueueService:
+    """Import the module and take the service from it; a function is called for it.
+
+    Raises ``ConfigError`` with what could have been meant, or where the module itself failed.
+    """
+    path, _, name = target.partition(":")
+    if not path or not name:
+        raise ConfigError(f"{target!r}: write MODULE:SERVICE, such as shop.worker:service")
+    module = _module(path, target)
+    found: object = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            services = [
+                key for key, value in vars(module).items() if isinstance(value, QueueService)
+            ]
+            near = difflib.get_close_matches(part, [*services, *vars(module)], 1)
+            hint = (
+                f"did you mean {path}:{(services or near)[0]}?"
+                if services or near
+                else "it has no service"
+            )
+            raise ConfigError(f"{path} has no {name!r}; {hint}")
+        found = getattr(found, part)
+    if not isinstance(found, QueueService) and callable(found):
+        found = found()
+    if not isinstance(found, QueueService):
+        raise ConfigError(
+            f"{target} is {type(found).__name__}, no QueueService; name one, or a function without "
+            "arguments that makes one"
+        )
+    return found
+
+
+def _module(path: str, target: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
+            raise _failed(path, error) from error  # something that the module imports
+        file = " (leave out .py, and write dots for slashes)" if path.endswith(".py") else ""
+        raise ConfigError(
+            f"{target!r}: no module {error.name!r} in {here} or among the installed{file}"
+        ) from None
+    except Exception as error:
+        raise _failed(path, error) from error
+
+
+def _failed(path: str, error: Exception) -> ConfigError:
+    """The module's own mistake, with the place where it was made."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return ConfigError(f"importing {path} failed: {type(error).__name__}: {error}{place}")

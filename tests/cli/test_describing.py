@@ -1,0 +1,199 @@
+"""``qkit health``, ``capabilities``, ``config``, ``asyncapi``, and the command as a whole."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qkit.cli.app import app
+from qkit.matrix import COLUMNS
+from tests.support.cli import Shell
+
+CANARY = "c4n4ry"
+
+
+def test_health_is_an_exit_code(shell: Shell) -> None:
+    assert "ready" in shell.run("health").stdout
+    assert shell.json("health")["connection_state"] == "connected"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_a_broker_that_is_not_there_is_said_without_its_password(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QKIT_TYPE", "redis")
+    monkeypatch.setenv("QKIT_MODE", "list")
+    monkeypatch.setenv("QKIT_URL", f"redis://user:{CANARY}@127.0.0.1:{free_port()}/0")
+    monkeypatch.setenv("QKIT_SEND_TIMEOUT", "1")
+    runner = CliRunner()
+    for words in (["health"], ["queues"], ["send", "orders", "1"], ["health", "--json"]):
+        result = runner.invoke(app, words)
+        assert result.exit_code == 1, result.output
+        assert "127.0.0.1" in result.output
+        assert CANARY not in result.output
+        assert "Traceback" not in result.output
+    shown = runner.invoke(app, ["config", "show"])
+    assert "***" in shown.output
+    assert CANARY not in shown.output + runner.invoke(app, ["config", "show", "--json"]).output
+    assert CANARY not in runner.invoke(app, ["config", "show", "--all"]).output
+
+
+class Probe(http.server.BaseHTTPRequestHandler):
+    status = 200
+    content = b'{"status": "ready", "reason": null}'
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def worker() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Probe)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_worker_is_asked_by_its_address(
+    shell: Shell, worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "ready" in shell.run("health", "--url", worker).stdout
+    monkeypatch.setattr(Probe, "status", 503)
+    monkeypatch.setattr(Probe, "content", b'{"status": "not ready", "reason": "shutting down"}')
+    assert "shutting down" in shell.run("health", "--url", f"{worker}/", code=1).stdout
+    monkeypatch.setattr(Probe, "content", b"<html>")
+    assert "503" in shell.run("health", "--url", worker, code=1).stdout
+    gone = shell.run("health", "--url", f"http://127.0.0.1:{free_port()}", code=1)
+    assert "no answer" in gone.stdout
+    assert "http://" in shell.run("health", "--url", "file:///etc/passwd", code=2).stderr
+
+
+def test_capabilities_of_the_chosen_backend_and_of_all(shell: Shell) -> None:
+    assert shell.json("capabilities")["durable"] == "native"
+    assert "native-durable" in shell.run("capabilities").stdout
+    assert set(shell.json("capabilities", "--all")) == set(COLUMNS)
+    assert "unreliable" in shell.run("capabilities", "--all").stdout
+
+
+def test_settings_come_from_a_file_and_the_environment(shell: Shell, tmp_path: Path) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text('type = "native"\nprefetch = 20\n[retry]\nmax_attempts = 7\n')
+    values = shell.json("config", "show", "--config", str(file))
+    assert values["prefetch"] == 20
+    assert values["retry"]["max_attempts"] == 7
+    assert values["path"] == str(shell.path)
+    (tmp_path / "qkit.toml").write_text("prefetch = 30\n")
+    assert shell.json("config", "show")["prefetch"] == 30
+    shown = shell.run("config", "show", "--all").stdout
+    assert "retry.max_attempts" in shown
+    assert "valid" in shell.run("config", "check").stderr
+    assert shell.json("config", "check") == {"valid": True, "backend": "native-durable"}
+
+
+def test_wrong_settings_are_said_field_by_field(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "qkit.toml").write_text('prefetch = "many"\ncolour = "red"\n')
+    result = shell.run("config", "check", code=2)
+    assert "prefetch" in result.stderr
+    assert "colour" in result.stderr
+    assert shell.json("config", "check", code=2)["error"]["type"] == "ConfigError"
+    assert "nowhere.toml" in shell.run("queues", "-c", "nowhere.toml", code=2).stderr
+
+
+SHOP = """
+from qkit import QueueService, Settings, consume
+
+@consume("orders")
+async def place(order: dict) -> None:
+    "Book one order."
+
+service = QueueService(Settings(type="native"))
+service.register(place)
+number = 1
+
+def make():
+    return service
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"shop_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(SHOP)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def test_the_asyncapi_document_is_printed_or_written(
+    shell: Shell, shop: str, tmp_path: Path
+) -> None:
+    made = json.loads(shell.run("asyncapi", f"{shop}:service", "--title", "Shop").stdout)
+    assert made["info"]["title"] == "Shop"
+    assert "orders" in made["channels"]
+    shell.run("asyncapi", f"{shop}:make", "-o", "api.json")
+    assert json.loads((tmp_path / "api.json").read_text())["asyncapi"] == "3.0.0"
+
+
+def test_a_target_that_cannot_be_meant_is_explained(
+    shell: Shell, shop: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{shop}_broken.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / f"{shop}_lacking.py").write_text("import a_library_that_is_not_there\n")
+    cases = {
+        "shop": "MODULE:SERVICE",
+        "no_such_shop:service": "no module 'no_such_shop'",
+        f"{shop}:servise": f"did you mean {shop}:service?",
+        f"{shop}:number": "int, no QueueService",
+        f"{shop}_broken:service": "JSONDecodeError",
+        f"{shop}_lacking:service": "a_library_that_is_not_there",
+    }
+    for target, said in cases.items():
+        result = shell.run("asyncapi", target, code=2)
+        assert said in " ".join(result.stderr.split()), target
+
+
+def test_help_version_and_completion_are_there() -> None:
+    runner = CliRunner()
+    helped = runner.invoke(app, ["--help"]).output
+    for command in ("run", "send", "consume", "queues", "stats", "peek", "purge", "dlq", "health"):
+        assert command in helped
+    assert runner.invoke(app, ["--version"]).output.startswith("qkit ")
+    environment = os.environ | {
+        "_QKIT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "qkit dl",
+        "COMP_CWORD": "1",
+    }
+    words = subprocess.run(
+        [sys.executable, "-m", "qkit.cli"], env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert "dlq" in words.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from qkit.cli import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert "qkit[cli]" in ran.stderr
+    assert "Traceback" not in ran.stderr

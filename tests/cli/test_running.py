@@ -1,0 +1,188 @@
+"""``qkit run`` and ``qkit web``: one worker, several under a supervisor, the pages alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.cli import Shell
+
+WORKER = """
+import asyncio, os
+from qkit import QueueService, Settings, consume
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+@consume("orders", concurrency=4)
+async def place(number: int) -> None:
+    if number < 0:
+        say("dying", os.getpid())
+        os._exit(3)
+    say("begin", number)
+    await asyncio.sleep(number)
+    say("end", number)
+
+service = QueueService(Settings(type="native", retry={"max_attempts": 2}))
+service.register(place)
+say("loaded", os.getpid())
+"""
+
+
+class Running:
+    """A ``qkit`` process whose lines can be waited for."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    def lines(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+    def until(self, condition: Callable[[str], object], seconds: float = 40) -> str:
+        """The first line for which it holds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for line in self.lines():
+                if condition(line):
+                    return line
+            over = time.monotonic() > deadline or self.process.poll() is not None
+            assert not over, self._log.read_text()
+            time.sleep(0.05)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(40)
+
+
+@contextmanager
+def qkit(directory: Path, *words: str, **environment: str) -> Iterator[Running]:
+    log = directory / f"{'-'.join(words[:1])}.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "qkit.cli", *words],
+            cwd=directory,
+            env=os.environ | {"QKIT_PATH": str(directory / "data")} | environment,
+            stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield Running(process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def place(tmp_path: Path, shell: Shell) -> Path:
+    (tmp_path / "shop.py").write_text(WORKER)
+    return tmp_path
+
+
+def test_a_worker_runs_serves_its_pages_and_drains(place: Path, shell: Shell) -> None:
+    words = ("run", "shop:service", "--log-json", "--port", "0")
+    with qkit(place, *words, QKIT_TOKEN="a-long-token") as running:
+        address = running.until(lambda line: line.startswith("Pages: ")).removeprefix("Pages: ")
+        running.until(lambda line: '"connecting -> connected"' in line or "-> connected" in line)
+        assert httpx.get(f"{address}readyz").status_code == 200
+        shell.run("send", "orders", "1")
+        running.until(lambda line: line == "begin 1")
+        assert running.end() == 0
+        assert "end 1" in running.lines()
+        logged = [json.loads(line) for line in running.lines() if line.startswith("{")]
+        assert any(record["message"].startswith("shut down") for record in logged)
+        assert {"timestamp", "level", "message"} <= set(logged[0])
+
+
+@pytest.mark.slow
+def test_a_crashed_worker_is_started_again_and_all_drain_together(
+    place: Path, shell: Shell
+) -> None:
+    with qkit(place, "run", "shop:service", "--workers", "2") as running:
+        running.until(lambda line: "worker 1 is process" in line)
+        running.until(lambda line: "this process owns" in line)
+        shell.run("send", "orders", "--", "-1")
+        running.until(lambda line: "crashed (exit code 3), starting it again in" in line)
+        # A message that kills its worker is counted, so it ends in the dead letters.
+        deadline = time.monotonic() + 60
+        while not buried(shell):
+            assert time.monotonic() < deadline, running.lines()
+            time.sleep(0.2)
+        for _ in range(6):
+            shell.run("send", "orders", "2")
+        running.until(lambda line: line == "begin 2")
+        assert running.end() == 0
+        begun = sum(line == "begin 2" for line in running.lines())
+        assert sum(line == "end 2" for line in running.lines()) == begun
+    (row,) = shell.json("queues")
+    assert row["depth"] + row["in_flight"] == 6 - begun  # nothing was lost, nothing done twice
+
+
+def buried(shell: Shell) -> bool:
+    """Whether there is a dead letter; no, while whoever owns the directory is just dying."""
+    try:
+        return bool(shell.json("dlq", "list"))
+    except AssertionError:
+        return False
+
+
+@pytest.mark.slow
+def test_workers_whose_supervisor_was_killed_drain_by_themselves(place: Path) -> None:
+    with qkit(place, "run", "shop:service", "--workers", "2") as running:
+        running.until(lambda line: "worker 1 is process" in line)
+        running.until(lambda line: line.startswith("loaded") and running.lines().count(line))
+        pids = [
+            int(found[1])
+            for line in running.lines()
+            if (found := re.search(r"worker \d is process (\d+)", line))
+        ]
+        running.until(lambda line: "this process owns" in line)
+        running.process.kill()
+        running.process.wait()
+        deadline = time.monotonic() + 40
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() < deadline, running.lines()
+            time.sleep(0.05)
+        assert any("shut down" in line for line in running.lines())
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
+    with qkit(place, "run", "shop:servise", "--workers", "2") as running:
+        assert running.process.wait(40) == 2
+        assert any("did you mean shop:service?" in line for line in running.lines())
+    with qkit(place, "run", "shop:service", "--log-level", "loud") as running:
+        assert running.process.wait(40) == 2
+
+
+def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
+    shell.run("send", "orders", "1")
+    with qkit(place, "web", "--port", "0") as running:
+        address = running.until(lambda line: line.startswith("Pages: ")).removeprefix("Pages: ")
+        rows = httpx.get(f"{address}api/queues").json()
+        assert [(row["name"], row["depth"], row["state"]) for row in rows] == [
+            ("orders", 1, "none")
+        ]
+        assert running.end() == 0
