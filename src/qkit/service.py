@@ -270,7 +270,7 @@ class QueueService:
         return planned
 
     async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
-        self._telemetry.start()
+        self._telemetry.start(lambda: self._counters.snapshot().channels)
         await self._backend.start()
         self._connection.move(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:

@@ -13,7 +13,10 @@ from qkit.cli.terminal import out
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="One way to work with queues on every broker: run workers, send, look, replay.",
+    help=(
+        "One way to work with queues on every broker: run workers, send, look, replay.\n\n"
+        "Settings come from [bold]QKIT_*[/] variables, [bold]./qkit.toml[/] or [bold]--config[/]."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -48,7 +51,4 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
     ] = False,
 ) -> None:
-    """One way to work with queues on every broker: run workers, send, look, replay.
-
-    Settings come from [bold]QKIT_*[/] variables, [bold]./qkit.toml[/] or [bold]--config[/].
-    """
+    """What stands before a command."""

@@ -43,7 +43,7 @@ ALL = 1_000_000
 UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel whose letters they are.")]
-Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="These; else all.")]
+Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="These; else all.")]
 OfReason = Annotated[str | None, typer.Option("--reason", "-r", help="Only with this reason.")]
 OfError = Annotated[
     str | None, typer.Option("--error", "-e", help="Only with this error: its type, or some text.")
@@ -123,7 +123,7 @@ def seconds(option: str, text: str | None) -> float | None:
 @command
 def list_letters(
     queue: Annotated[
-        str | None, typer.Argument(metavar="[QUEUE]", help="Else a count of all.")
+        str | None, typer.Argument(metavar="QUEUE", help="Else a count of all.")
     ] = None,
     reason: OfReason = None,
     error: OfError = None,

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Annotated, ParamSpec, TypeVar, Unpack
 
 import typer
+from rich.text import Text
 
-from qkit.cli.terminal import err, print_json, tell
+from qkit.cli.terminal import err, print_json, safe
 from qkit.config import Settings, SettingsValues
 from qkit.errors import ConfigError, QueueError
 from qkit.logs import logger
@@ -62,8 +63,8 @@ def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
     if as_json:
         print_json({"error": {"type": type(error).__name__, "message": str(error)}})
     else:
-        err.print("[bold red]error[/]", end=" ")
-        tell(str(error) or type(error).__name__)
+        text = safe(str(error) or type(error).__name__)
+        err.print(Text("error ", style="bold red").append(text, style="default not bold"))
     return typer.Exit(code)
 
 

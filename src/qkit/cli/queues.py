@@ -45,7 +45,7 @@ def list_queues(config: Config = None, as_json: AsJson = False) -> None:
 @command
 def stats(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[QUEUE]...", help="These; else all.")
+        list[str] | None, typer.Argument(metavar="QUEUE", help="These; else all.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
