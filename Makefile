@@ -16,7 +16,7 @@ $(STAMP): requirements/dev.txt pyproject.toml scripts/make-venv
 	scripts/make-venv
 	@touch $@
 
-demo: setup ## Run examples/orders.py on the native engine, or on another: QKIT_TYPE=rabbitmq
+demo: setup ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitmq; DEMO_SERVE=1 keeps it open
 	@PYTHON=$(BIN)/python scripts/demo
 
 test: setup ## Lint, types and all tests against real brokers

@@ -16,6 +16,7 @@ from qkit.errors import ConfigError
 try:
     from qkit.web.app import create_app
     from qkit.web.lifespan import lifespan
+    from qkit.web.probes import readiness
     from qkit.web.server import serve
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
@@ -24,4 +25,4 @@ except ModuleNotFoundError as error:
         f"qkit.web needs {error.name}: pip install 'qkit[web]'", cause=error
     ) from error
 
-__all__ = ["create_app", "lifespan", "serve"]
+__all__ = ["create_app", "lifespan", "readiness", "serve"]

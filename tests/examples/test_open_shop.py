@@ -1,0 +1,67 @@
+"""The open shop: a page with queues and dead letters, and a replay from another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_path: Path) -> None:
+    (tmp_path / "examples").mkdir()
+    for name in ("orders.py", "open_shop.py"):
+        text = (EXAMPLES / name).read_text().replace("PORT = 8710", "PORT = 0")
+        (tmp_path / "examples" / name).write_text(text)  # any port: the demo itself may be open
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "examples.open_shop"],
+        cwd=tmp_path, env=os.environ | {"COLUMNS": "200"}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        lines: list[str] = []
+        while "Ctrl-C" not in (lines[-1] if lines else ""):
+            line = process.stdout.readline()
+            assert line, "it ended"
+            lines.append(line)
+        told = "".join(lines)
+        address = next(word for word in told.split() if word.startswith("http://"))
+        rows = {row["name"]: row for row in httpx.get(f"{address}api/queues").json()}
+        assert rows["orders"]["dead_letters"] == 3
+        assert rows["payments"]["dead_letters"] == 2
+        assert "QKIT_PATH=.demo .venv/bin/qkit dlq replay orders" in told
+        answer = qkit(tmp_path, "dlq", "replay", "orders")
+        assert answer["replayed"] == 3
+        until(lambda: qkit(tmp_path, "dlq", "list") == {"payments": 2})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def qkit(directory: Path, *words: str) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", "qkit.cli", *words, "--json"],
+        cwd=directory, env=os.environ | {"QKIT_PATH": ".demo"}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    answer: dict[str, int] = json.loads(done.stdout)
+    return answer
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 40
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
