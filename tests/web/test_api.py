@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 
 import httpx
 import pytest
 
 from qkit import BackendUnavailable, Channel, QueueService, consume
+from qkit.message import Envelope, new_id
 from tests.support.web import AUTHORIZED, Orders, buried, client_of, eventually, make_shop
 
 
@@ -160,6 +162,35 @@ async def test_only_sane_json_is_read(
     )
     assert answer.status_code == status, answer.text
     assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_ten_thousand_headers_are_refused(client: httpx.AsyncClient) -> None:
+    headers = {f"h{number}": "x" for number in range(10_000)}
+    answer = await client.post(
+        "/api/queues/orders/messages", json={"body": 1, "headers": headers}, headers=AUTHORIZED
+    )
+    assert answer.status_code == 422
+    assert "10000 headers" in answer.json()["error"]["message"]
+
+
+async def test_a_bomb_among_the_dead_letters_is_shown_small(
+    client: httpx.AsyncClient, service: QueueService, orders: Orders
+) -> None:
+    bomb = gzip.compress(b"[" * 100_000_000)
+    envelope = Envelope(new_id(), bomb, {"content-encoding": "gzip"})
+    await service._backend.publish("orders", [envelope])  # another program's
+    await buried(service, "orders", 1)
+    answer = await client.get("/api/queues/orders/dead-letters")
+    (letter,) = answer.json()["dead_letters"]
+    assert letter["reason"] == "Undecodable"
+    assert letter["body"]["cut"] is True
+    assert len(answer.content) < 40_000
+    await service.send("orders", 5)
+
+    async def served_on() -> bool:
+        return orders.handled == [5]
+
+    await eventually(served_on)
 
 
 async def test_a_channel_is_paused_and_resumed(
