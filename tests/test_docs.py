@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -38,6 +39,41 @@ async def test_the_page_of_the_native_engine_runs_in_real_time(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     await run("docs/native.md", {})
+
+
+async def test_the_page_of_the_web_runs_in_real_time() -> None:
+    await run("docs/web.md", {})
+
+
+def test_the_page_of_observability_is_one_program(tmp_path: Path) -> None:
+    # In a process of its own: OpenTelemetry's providers are set once for all.
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks("docs/observability.md")))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_on_the_pages_exists_with_its_options() -> None:
+    from typer.main import get_command
+
+    from qkit.cli.app import app
+
+    pages = [(ROOT / name).read_text() for name in ("docs/cli.md", "README.md")]
+    lines = [
+        line.removeprefix("$ ").split(" qkit ")[-1].removeprefix("qkit ").split(" < ")[0]
+        for page in pages
+        for line in re.findall(r"^\$ .*qkit .+$", page.replace(".venv/bin/qkit", "qkit"), re.M)
+    ]
+    assert len(lines) > 20
+    for line in lines:
+        command: Any = get_command(app)
+        words = shlex.split(line)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        with command.make_context(command.name, words):
+            pass  # every option is known, every argument there
 
 
 async def run(page: str, names: dict[str, object]) -> None:

@@ -36,7 +36,7 @@ export function sparkline({ width = 120, height = 32, seconds = 120, kind = "acc
 /** A chart with a scale, several lines and the values under the pointer. */
 export function chart({ series, format = rate, title }) {
   const width = 640, height = 170;
-  const frame = { left: 44, right: width - 10, top: 12, bottom: height - 24 };
+  const frame = { left: 48, right: width - 10, top: 12, bottom: height - 24 };
   const grid = s("g", { class: "grid" });
   const lines = series.map(({ kind, filled }) => ({
     area: filled ? s("path", { class: `area ${kind}` }) : null,

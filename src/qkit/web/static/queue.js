@@ -36,7 +36,7 @@ export function queuePage(name, tab) {
   const content = h(
     "div", { class: "page" },
     h("dl", { class: "facts panel" }, facts.map((fact) => fact.element)),
-    h("div", { class: "charts" }, depth.element, flow.element),
+    tab === "messages" ? h("div", { class: "charts" }, depth.element, flow.element) : null, // letters need the room
     h("nav", { class: "tabs", "aria-label": "What is in it" }, link("messages", "Next messages"), link("dead-letters", "Dead letters", deadCount)),
     shown.element, crew,
   );
