@@ -34,6 +34,14 @@ BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
         "redis",
         lambda ask: Settings(type="redis", mode="list", url=ask("redis_url"), retry=RETRY),
     ),
+    "redis pub/sub": (
+        "redis",
+        lambda ask: Settings(type="redis", mode="pubsub", url=ask("redis_url"), retry=RETRY),
+    ),
+    "rabbitmq": (
+        "rabbitmq",
+        lambda ask: Settings(type="rabbitmq", url=ask("rabbitmq_url"), retry=RETRY),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -223,6 +224,24 @@ async def test_it_is_used_by_keyboard_alone(service: QueueService) -> None:
         await page.keyboard.type(TOKEN)
         await page.keyboard.press("Enter")
         await expect(page.locator(".toast")).to_contain_text("sent to orders again")
+
+
+async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueService) -> None:
+    body = {
+        "id": 12345678901234567890,
+        "total": 4.0,
+        "note": 'a "b", {c}: \\',
+        "none": [],
+        "of": [1],
+    }
+    await service.send("archive", body)
+    async with shown(service, "#/queues/archive") as watched:
+        await watched.page.locator(".item summary").click()
+        text = await watched.page.locator(".item pre").text_content()
+    assert text is not None
+    assert json.loads(text) == body
+    assert text.splitlines()[1:3] == ['  "id": 12345678901234567890,', '  "total": 4.0,']
+    assert '  "none": [],' in text
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

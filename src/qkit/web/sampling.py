@@ -77,6 +77,7 @@ class Sampler:
             ready=health.status == "healthy",
             stopping=self._service.stopping,
             writable=self._writable,
+            capabilities=self._service.capabilities.as_dict(),
             health=health,
             totals=_totals(queues),
             queues=queues,
@@ -133,8 +134,8 @@ class Sampler:
             async with turns:
                 try:
                     answers[name] = await self._service.stats(name)
-                except QueueNotFound:
-                    pass  # deleted meanwhile, or declared and not yet there
+                except (QueueNotFound, Unsupported):
+                    pass  # deleted meanwhile, or not yet there; or nobody counts here
                 except QueueError as error:
                     answers[name] = _told(error)
 

@@ -75,6 +75,7 @@ class Overview:
     ready: bool
     stopping: bool
     writable: bool
+    capabilities: dict[str, str]
     health: Health
     totals: Totals
     queues: list[QueueView] = field(default_factory=list[QueueView])

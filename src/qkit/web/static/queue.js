@@ -89,7 +89,10 @@ export function queuePage(name, tab) {
   };
 }
 
-/** The next messages; looked at again when their number changes and nobody reads one. */
+/**
+ * The next messages; looked at again when their number changes and nobody reads one. Where a look
+ * is emulated, by taking and giving back, only when somebody asks.
+ */
 function messageList(name) {
   const list = h("div", { class: "items" });
   const sender = sendForm(name, () => load());
@@ -117,7 +120,7 @@ function messageList(name) {
     element,
     update(queue, overview) {
       sender.allow(overview.writable);
-      const mark = `${queue.depth} ${queue.scheduled} ${queue.handled}`;
+      const mark = overview.capabilities.peek === "native" ? `${queue.depth} ${queue.scheduled} ${queue.handled}` : "once";
       if (mark !== seen && Date.now() - last > 1_500 && !list.querySelector("details[open]")) { seen = mark; load(); }
     },
   };
@@ -137,14 +140,42 @@ function messageItem(message, open) {
 
 /** A body to read: JSON laid out, text as it is, the rest in base64. */
 export function bodyOf(body) {
-  let text = body.content;
-  if (body.format === "json") try { text = JSON.stringify(JSON.parse(text), null, 2); } catch { /* as it is */ }
+  const text = body.format === "json" ? laidOut(body.content) : body.content;
   const kind = { json: "JSON", text: "text", base64: "bytes, in base64" }[body.format];
   return h(
     "div", { class: "body" },
     h("pre", { tabindex: 0 }, text || " "),
     h("p", { class: "hint" }, `${kind}, ${bytes(body.size)}${body.cut ? "; only its beginning is shown" : ""}`),
   );
+}
+
+/** JSON with line breaks, character by character: parsing would round long numbers. */
+export function laidOut(json) {
+  let text = "", depth = 0, quoted = false;
+  const line = () => `\n${"  ".repeat(depth)}`;
+  for (let at = 0; at < json.length; at += 1) {
+    const sign = json[at];
+    if (quoted) {
+      text += sign;
+      if (sign === "\\") text += json[(at += 1)] ?? "";
+      else if (sign === '"') quoted = false;
+    } else if (/\s/.test(sign)) {
+      continue;
+    } else if (sign === '"') {
+      quoted = true;
+      text += sign;
+    } else if ("{[".includes(sign)) {
+      const empty = json.slice(at + 1).match(/^\s*[}\]]/);
+      if (empty) { text += sign + empty[0].trim(); at += empty[0].length; }
+      else { depth += 1; text += sign + line(); }
+    } else if ("}]".includes(sign)) {
+      depth -= 1;
+      text += line() + sign;
+    } else {
+      text += sign === "," ? sign + line() : sign === ":" ? ": " : sign;
+    }
+  }
+  return text;
 }
 
 /** Facts and headers of a message. */
