@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from qkit import Message, QueueService, Reject, Settings, consume
+from tests.support.everywhere import BACKENDS
 from tests.support.web import buried, eventually
-
-Ask = Callable[[str], Any]
-RETRY = {"initial_delay": 0.05, "jitter": 0}
-
-# How to open each backend, and what the conventions call it. Another one is another line.
-BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
-    "native": ("qkit", lambda ask: Settings(type="native", retry=RETRY)),
-    "native on disk": (
-        "qkit",
-        lambda ask: Settings(type="native", path=ask("tmp_path") / "data", retry=RETRY),
-    ),
-    "redis list": (
-        "redis",
-        lambda ask: Settings(type="redis", mode="list", url=ask("redis_url"), retry=RETRY),
-    ),
-    "redis pub/sub": (
-        "redis",
-        lambda ask: Settings(type="redis", mode="pubsub", url=ask("redis_url"), retry=RETRY),
-    ),
-    "rabbitmq": (
-        "rabbitmq",
-        lambda ask: Settings(type="rabbitmq", url=ask("rabbitmq_url"), retry=RETRY),
-    ),
-}
 
 
 @pytest.fixture(params=BACKENDS)

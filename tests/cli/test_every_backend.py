@@ -1,0 +1,47 @@
+"""The commands on each broker: settings from the environment, an answer or a plain refusal."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from qkit.cli.app import app
+
+
+def environment(kind: str, url: str) -> dict[str, str]:
+    mode = {"QKIT_MODE": "list"} if kind == "redis" else {}
+    return {"QKIT_TYPE": kind, "QKIT_URL": url, **mode}
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def broker(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+    return environment(request.param, request.getfixturevalue(f"{request.param}_url"))
+
+
+def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
+    runner = CliRunner()
+    name = f"orders-{uuid.uuid4().hex[:8]}"
+
+    def qkit(*words: str) -> Result:
+        result = runner.invoke(app, list(words), env=broker)
+        assert result.exit_code == 0, result.output
+        return result
+
+    assert json.loads(qkit("health", "--json").stdout)["status"] == "healthy"
+    qkit("send", name, '{"id": 1}')
+    qkit("send", name, '{"id": 2}')  # to a queue that exists by now
+    (row,) = json.loads(qkit("stats", name, "--json").stdout)
+    assert row["depth"] == 2
+    messages = json.loads(qkit("peek", name, "--json").stdout)
+    assert [json.loads(item["body"]["content"])["id"] for item in messages] == [1, 2]
+    shown = qkit("consume", name, "--limit", "2", "--timeout", "20")
+    assert '{"id":1}' in shown.stdout.replace(" ", "")
+    assert "2 messages shown and given back" in shown.stderr
+    taken = qkit("consume", name, "--ack", "--limit", "1", "--timeout", "20")
+    assert "1 message taken" in taken.stderr
+    assert json.loads(qkit("purge", name, "--yes", "--json").stdout)["purged"] == 1
+    assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []

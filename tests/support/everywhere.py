@@ -1,0 +1,35 @@
+"""Settings for a service on each backend, for tests of what stands above all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from qkit import Settings
+
+__all__ = ["BACKENDS", "Ask"]
+
+Ask = Callable[[str], Any]
+RETRY = {"initial_delay": 0.05, "jitter": 0}
+
+# What the conventions of OpenTelemetry call it, and how to open it with the fixtures of a test.
+# Another backend is another entry.
+BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
+    "native": ("qkit", lambda ask: Settings(type="native", retry=RETRY)),
+    "native on disk": (
+        "qkit",
+        lambda ask: Settings(type="native", path=ask("tmp_path") / "data", retry=RETRY),
+    ),
+    "redis list": (
+        "redis",
+        lambda ask: Settings(type="redis", mode="list", url=ask("redis_url"), retry=RETRY),
+    ),
+    "redis pub/sub": (
+        "redis",
+        lambda ask: Settings(type="redis", mode="pubsub", url=ask("redis_url"), retry=RETRY),
+    ),
+    "rabbitmq": (
+        "rabbitmq",
+        lambda ask: Settings(type="rabbitmq", url=ask("rabbitmq_url"), retry=RETRY),
+    ),
+}
