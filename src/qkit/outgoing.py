@@ -18,7 +18,7 @@ from qkit.message import (
 )
 from qkit.routes import Route
 
-__all__ = ["SendOptions", "make_envelope"]
+__all__ = ["SendOptions", "dress", "make_envelope"]
 
 MAX_KEY = 1_024
 
@@ -42,6 +42,16 @@ def make_envelope(route: Route, body: object, clock: Clock, options: SendOptions
     """Check everything and encode the body; raises before anything has left the process."""
     data, headers = route.codec.encode(body)
     envelope = Envelope(new_id(), data, headers)
+    if options or route.ttl is not None:
+        _apply(envelope, route, clock, **options)
+    return envelope
+
+
+def dress(
+    route: Route, id: str, data: bytes, headers: dict[str, str], clock: Clock, options: SendOptions
+) -> Envelope:
+    """The same for a body that is encoded already, under an id of the caller's."""
+    envelope = Envelope(id, data, headers)
     if options or route.ttl is not None:
         _apply(envelope, route, clock, **options)
     return envelope

@@ -534,10 +534,11 @@ class Engine:
         for actor in {actor for actor, _, _ in messages}:
             actor.resume()
 
-    def _bulk_channel(self, name: str) -> QueueActor | Topic:
+    def _bulk_channel(self, name: str, config: Mapping[str, object]) -> QueueActor | Topic:
         check_name(name)
         if name not in self._channels:
-            self.declare(name, QueueConfig(dead_letter=name + DEAD_LETTER_SUFFIX), insisted=())
+            usual: dict[str, object] = {"dead_letter": name + DEAD_LETTER_SUFFIX}
+            self.declare(name, QueueConfig(**_known(usual | dict(config))), insisted=())
         return self._channels[name]
 
     @carried

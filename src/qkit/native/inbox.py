@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -46,6 +46,7 @@ class Bulk(NamedTuple):
     queue: str
     content: bytes  # its record, with numbers of the file's own
     message: Publish
+    config: Mapping[str, object]  # of the queue, if it does not exist yet
 
 
 class BulkWriter:
@@ -75,6 +76,16 @@ class BulkWriter:
         self._queues: dict[str, int] = {}
         self.count = 0
 
+    def declare(self, queue: str, config: Mapping[str, object] | None = None) -> int:
+        """Say how a queue is to be made if it does not exist; fields are ``QueueConfig``'s.
+
+        Before its first message, or not at all; the answer is its number in this part.
+        """
+        check_name(queue)
+        number = self._queues[queue] = len(self._queues) + 1
+        self._add(encode_declare(number, queue, config=dict(config or {})))
+        return number
+
     def put(
         self,
         queue: str,
@@ -89,11 +100,7 @@ class BulkWriter:
         message_id: str | None = None,
     ) -> None:
         """Add a message; times are wall times."""
-        number = self._queues.get(queue)
-        if number is None:
-            check_name(queue)
-            number = self._queues[queue] = len(self._queues) + 1
-            self._add(encode_declare(number, queue))
+        number = self._queues.get(queue) or self.declare(queue)
         self._add(
             encode_publish(
                 number,
@@ -154,16 +161,27 @@ class BulkWriter:
             self.abort()
 
 
-def commit(path: str | os.PathLike[str], job: str) -> bool:
+def commit(
+    path: str | os.PathLike[str],
+    job: str,
+    *,
+    parts: Collection[int] | None = None,
+    name: str | None = None,
+) -> bool:
     """Publish a job by one rename; whether there was anything to publish.
 
+    Of its parts only ``parts``, where a task that was tried twice may have left another; under
+    ``name``, where each run of a job writes in a place of its own and only one run shall count.
     Again, also after the engine took it in, it is no error.
     """
-    staged, published = _staged(path, job), Path(path) / "inbox" / job
+    staged, published = _staged(path, job), _staged(path, name or job).with_name(name or job)
     if not staged.exists():
         return False
     for left in staged.glob("*.tmp"):  # of attempts that were given up
         left.unlink()
+    for part in staged.glob("*.seg"):
+        if parts is not None and int(part.stem) not in parts:
+            part.unlink()
     if published.exists():
         shutil.rmtree(staged)
         return False
@@ -254,15 +272,16 @@ def _whole(part: Path) -> tuple[bytes, Scan]:
 
 def _read_part(part: Path) -> Iterator[Bulk]:
     data, found = _whole(part)
-    queues: dict[int, str] = {}
+    queues: dict[int, Declare] = {}
     for offset in found.offsets:
         length = int.from_bytes(data[offset : offset + 4], "little")
         content = data[offset + FRAME_SIZE : offset + FRAME_SIZE + length]
         record = decode(content)
         if isinstance(record, Declare):
-            queues[record.queue] = record.name
+            queues[record.queue] = record
         elif isinstance(record, Publish):
-            yield Bulk(queues[record.queue], content, record)
+            queue = queues[record.queue]
+            yield Bulk(queue.name, content, record, queue.config)
 
 
 def discard(path: Path, job: str) -> None:

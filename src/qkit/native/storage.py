@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -280,7 +280,7 @@ class Storage:
 
     async def take_in(
         self,
-        channel: Callable[[str], QueueActor | Topic],
+        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
         admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
     ) -> int:
         """Write the messages of every waiting bulk file to the log, then hand them to ``admit``.
@@ -303,7 +303,7 @@ class Storage:
     async def _take_job(
         self,
         job: str,
-        channel: Callable[[str], QueueActor | Topic],
+        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
         admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
     ) -> int:
         messages: list[tuple[DurableActor, int, Publish]] = []
@@ -316,13 +316,13 @@ class Storage:
         return len(messages)
 
     async def _chunks(
-        self, job: str, channel: Callable[[str], QueueActor | Topic]
+        self, job: str, channel: Callable[[str, Mapping[str, object]], QueueActor | Topic]
     ) -> AsyncGenerator[list[tuple[Sequence[DurableActor], bytes, Publish]], None]:
         bulk = read_bulk(self.path, job)
         while chunk := await self._in_thread(lambda: list(islice(bulk, CHUNK))):
             messages: list[tuple[Sequence[DurableActor], bytes, Publish]] = []
-            for queue, content, message in chunk:
-                targets, _ = channel(queue).targets(None)
+            for queue, content, message, config in chunk:
+                targets, _ = channel(queue, config).targets(None)
                 actors = [actor for actor in targets if isinstance(actor, DurableActor)]
                 if actors:
                     messages.append((actors, content, message))

@@ -1,0 +1,29 @@
+"""qkit on Spark: a data source for every backend, and Kafka's own connector in qkit's format.
+
+>>> import qkit.spark                                                       # doctest: +SKIP
+>>> qkit.spark.register(spark)                                              # doctest: +SKIP
+>>> df.write.format("qkit").option("channel", "orders").save("data")        # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+try:
+    from qkit.spark.source import QkitDataSource
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in {"pyspark", "pyarrow", "pandas"}:
+        raise
+    raise ModuleNotFoundError(
+        f"qkit.spark needs {error.name}: pip install 'qkit[spark]'", name=error.name
+    ) from error
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["QkitDataSource", "register"]
+
+
+def register(spark: SparkSession) -> None:
+    """Make ``format("qkit")`` known to a session."""
+    spark.dataSource.register(QkitDataSource)

@@ -1,0 +1,171 @@
+"""Where a task's messages go: a part of a bulk file, a broker, or nowhere (to measure the rest)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from qkit.errors import ConfigError
+from qkit.message import Envelope
+from qkit.native.inbox import BulkWriter
+from qkit.routes import Route
+from qkit.spark.options import Plan
+from qkit.spark.outlet import Outlet
+
+__all__ = ["BrokerSink", "BulkSink", "Counting", "Sink", "is_bulk", "native_path"]
+
+ATTEMPTS: Final = 1_000  # parts of a bulk file that one partition has for its attempts
+
+
+class Sink(Protocol):
+    """Takes messages until it is finished or given up."""
+
+    lasting: bool  # whether what was taken stays when the task fails
+
+    def send(self, envelopes: Sequence[Envelope]) -> None:
+        """Hand messages over; they are safe when ``finish`` returns, at the latest."""
+        ...
+
+    def bury(self, letters: Sequence[Envelope]) -> None:
+        """The same for dead letters of the channel."""
+        ...
+
+    def finish(self) -> None:
+        """All was handed over."""
+        ...
+
+    def give_up(self) -> None:
+        """The task failed: leave nothing behind that can be taken back."""
+        ...
+
+
+def is_bulk(plan: Plan) -> bool:
+    """Whether the channel is in a native directory, which takes bulk files."""
+    return plan.settings.type == "native"
+
+
+def native_path(plan: Plan) -> str:
+    """The directory; ``ConfigError`` for an engine in memory, which no other process sees."""
+    if plan.settings.path is None:
+        raise ConfigError(
+            "type 'native' without a path is in the memory of one process: name the directory, "
+            "option('path', …)"
+        )
+    return str(plan.settings.path)
+
+
+class BulkSink:
+    """A part of a bulk file, which counts once the driver publishes the job."""
+
+    lasting = False
+
+    def __init__(self, plan: Plan, route: Route, staged: str, part: int) -> None:
+        self._queue = route.queue
+        self._letters = plan.settings.broker_name(plan.letters)
+        self._priority = plan.settings.default_priority
+        self._writer = BulkWriter(native_path(plan), staged, part)
+        spec = route.spec
+        self._writer.declare(
+            route.queue,
+            {
+                "broadcast": spec.broadcast,
+                "max_depth": plan.settings.max_depth,
+                "max_priority": plan.settings.max_priority,
+                "max_deliveries": spec.max_deliveries,
+                "ack_deadline": plan.settings.ack_deadline,
+                "dead_letter": spec.dead_letter,
+            },
+        )
+        self._buries = False
+        self._letter_config: dict[str, object] = {
+            "max_depth": plan.settings.dead_letter.max_size,
+            "max_deliveries": None,
+            "drop_oldest": True,
+            "dead_letter": None,
+        }
+
+    def send(self, envelopes: Sequence[Envelope]) -> None:
+        """Add them to the part."""
+        put, queue, usual, now = self._writer.put, self._queue, self._priority, time.time()
+        for item in envelopes:
+            put(
+                queue,
+                item.body,
+                priority=usual if item.priority is None else item.priority,
+                headers=item.headers,
+                key=item.key,
+                due=item.not_before or 0.0,
+                expires=item.expires_at or 0.0,
+                at=now,
+                message_id=item.id,
+            )
+
+    def bury(self, letters: Sequence[Envelope]) -> None:
+        """Add them to the part, for the dead-letter queue."""
+        if not self._buries:
+            self._writer.declare(self._letters, self._letter_config)
+            self._buries = True
+        for item in letters:
+            self._writer.put(
+                self._letters,
+                item.body,
+                priority=self._priority,
+                headers=item.headers,
+                key=item.key,
+                at=time.time(),
+                message_id=item.id,
+            )
+
+    def finish(self) -> None:
+        """The part is on the disk."""
+        self._writer.close()
+
+    def give_up(self) -> None:
+        """The part is gone."""
+        self._writer.abort()
+
+
+class BrokerSink:
+    """A broker: what it confirmed stays, and a task that is tried again sends it again."""
+
+    lasting = True
+
+    def __init__(self, plan: Plan, outlet: Outlet, route: Route) -> None:
+        self._route = route
+        self._outlet = outlet.open()
+        self._plan = plan
+
+    def send(self, envelopes: Sequence[Envelope]) -> None:
+        """Confirmed when this returns."""
+        self._outlet.send(self._route, envelopes)
+
+    def bury(self, letters: Sequence[Envelope]) -> None:
+        """Confirmed when this returns."""
+        self._outlet.send(self._outlet.route(self._plan.letters), letters)
+
+    def finish(self) -> None:
+        """Disconnect."""
+        self._outlet.close()
+
+    def give_up(self) -> None:
+        """Disconnect."""
+        self._outlet.close()
+
+
+class Counting:
+    """Takes messages and forgets them: what a write costs apart from sending."""
+
+    lasting = False
+
+    def send(self, envelopes: Sequence[Envelope]) -> None:
+        """Nothing."""
+
+    def bury(self, letters: Sequence[Envelope]) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def give_up(self) -> None:
+        """Nothing."""

@@ -1,0 +1,231 @@
+"""Writing a DataFrame: tasks make messages of Arrow batches, the driver publishes or gives up.
+
+The writer is made on the driver, then travels by pickle: to each task, and to the process in which
+Spark calls ``commit`` or ``abort``. So what they share is decided when it is made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    WriterCommitMessage,
+)
+
+from qkit.errors import InvalidBody
+from qkit.logs import logger
+from qkit.message import Envelope, new_id
+from qkit.native import inbox
+from qkit.spark.bodies import Bodies, ids, is_about_the_row, shown
+from qkit.spark.columns import Columns
+from qkit.spark.options import Plan
+from qkit.spark.outlet import Outlet
+from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Counting, Sink, is_bulk, native_path
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["BatchWriter", "StreamWriter", "Written"]
+
+GROUP: Final = 500  # messages handed over together
+STAGED: Final = "spark-"  # what bulk files are called while Spark's tasks write them
+STALE: Final = 7 * 86_400.0  # seconds after which one that a killed driver left behind goes
+_BATCH: Final = "streaming.sql.batchId"
+_QUERY: Final = "sql.streaming.queryId"
+
+
+@dataclass(slots=True)
+class Written(WriterCommitMessage):
+    """What a task tells the driver."""
+
+    job: str
+    part: int
+    rows: int
+    dead_letters: int
+
+
+class _Writer:
+    """What batches and streams share."""
+
+    def __init__(self, plan: Plan, columns: Columns, *, only_count: bool = False) -> None:
+        self._plan = plan
+        self._columns = columns
+        self._only_count = only_count
+        self._run = STAGED + new_id()
+        self._started = time.time()
+        outlet = Outlet(plan.settings)  # refuses on the driver what the tasks could not do
+        outlet.route(plan.channel, broadcast=plan.broadcast)
+        if is_bulk(plan):
+            native_path(plan)
+
+    def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> Written:
+        context = TaskContext.get()
+        partition, attempt = (
+            (0, 0) if context is None else (context.partitionId(), context.attemptNumber())
+        )
+        part = partition * ATTEMPTS + attempt % ATTEMPTS
+        outlet = Outlet(self._plan.settings)
+        route = outlet.route(self._plan.channel, broadcast=self._plan.broadcast)
+        bodies = Bodies(self._plan, self._columns, route)
+        sink: Sink
+        if self._only_count:
+            sink = Counting()
+        elif is_bulk(self._plan):
+            sink = BulkSink(self._plan, route, staged, part)
+        else:
+            sink = BrokerSink(self._plan, outlet, route)
+        task = _Task(self._plan, self._columns, bodies, sink, partition)
+        try:
+            task.run(batches, ids(job, partition, self._started))
+            sink.finish()
+        except BaseException:
+            sink.give_up()
+            raise
+        return Written(job, part, task.rows, task.dead_letters)
+
+    def _publish(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
+        written = [message for message in messages if isinstance(message, Written)]
+        rows = sum(message.rows for message in written)
+        letters = sum(message.dead_letters for message in written)
+        job = written[0].job if written else staged
+        if is_bulk(self._plan) and not self._only_count:
+            path = native_path(self._plan)
+            inbox.commit(path, staged, parts={message.part for message in written}, name=job)
+            _sweep(Path(path) / "inbox")
+        logger.info(
+            "%s: %d messages and %d dead letters of job %s",
+            self._plan.channel,
+            rows - letters,
+            letters,
+            job,
+        )
+        if self._plan.report is not None:
+            report = {"job": job, "messages": rows - letters, "dead_letters": letters}
+            Path(self._plan.report).write_text(json.dumps(report))
+
+    def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
+        if is_bulk(self._plan):
+            inbox.abort(native_path(self._plan), staged)
+        else:
+            sent = sum(message.rows for message in messages if isinstance(message, Written))
+            logger.error(
+                "%s: the write failed after %d messages of complete tasks were sent; more of the "
+                "others may have been, as their errors say",
+                self._plan.channel,
+                sent,
+            )
+
+
+class BatchWriter(_Writer, DataSourceArrowWriter):
+    """``df.write``; on native all of it is published at once, or nothing."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """In a task: make messages of the rows and hand them over."""
+        return self._write(iterator, self._plan.job_id or self._run, self._run)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver: all tasks are done."""
+        self._publish(messages, self._run)
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """On the driver: a task failed for good, or ``commit`` did."""
+        self._give_up(messages, self._run)
+
+
+class StreamWriter(_Writer, DataSourceStreamArrowWriter):
+    """``df.writeStream``; a batch that Spark repeats after a restart counts once on native."""
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+        """In a task: make messages of the rows and hand them over."""
+        context = TaskContext.get()
+        assert context is not None, "Spark runs this in a task"
+        query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
+        job = f"{query}-{batch}"
+        return self._write(iterator, job, f"{self._run}-{batch}")
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
+        """On the driver: all tasks of a batch are done."""
+        self._publish(messages, f"{self._run}-{batchId}")
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
+        """On the driver: a task failed for good, or ``commit`` did."""
+        self._give_up(messages, f"{self._run}-{batchId}")
+
+
+class _Task:
+    """The rows of one partition on their way; memory is flat in their number."""
+
+    def __init__(
+        self, plan: Plan, columns: Columns, bodies: Bodies, sink: Sink, partition: int
+    ) -> None:
+        self._plan = plan
+        self._columns = columns
+        self._bodies = bodies
+        self._sink = sink
+        self._partition = partition
+        self._sent = 0
+        self.rows = 0
+        self.dead_letters = 0
+
+    def run(self, batches: Iterator[pa.RecordBatch], numbers: Iterator[str]) -> None:
+        """Send every row, in order."""
+        make, is_fatal = self._bodies.envelope, self._plan.on_invalid == "fail"
+        for batch in batches:
+            group: list[Envelope] = []
+            letters: list[Envelope] = []
+            for body, options in self._columns.rows(batch):
+                id = next(numbers)
+                try:
+                    group.append(make(id, body, options))
+                except Exception as error:
+                    if not is_about_the_row(error):
+                        raise
+                    if is_fatal:
+                        self._send(group)
+                        raise self._invalid(shown(body, options), error) from error
+                    letters.append(self._bodies.dead_letter(id, body, options, error))
+                self.rows += 1
+                if len(group) == GROUP:
+                    self._send(group)
+                    group = []
+            self._send(group)
+            if letters:
+                self._sink.bury(letters)
+                self.dead_letters += len(letters)
+
+    def _send(self, group: list[Envelope]) -> None:
+        if group:
+            self._sink.send(group)
+            self._sent += len(group)
+
+    def _invalid(self, row: str, error: Exception) -> InvalidBody:
+        sent = (
+            f"{self._sent} rows of this partition were sent before it"
+            if self._sink.lasting
+            else "nothing was published"
+        )
+        return InvalidBody(
+            f"row {self.rows} of partition {self._partition} is no message: {error}\n"
+            f"the row: {row}\n{sent}; option('on_invalid', 'dead_letter') sends such rows to the "
+            "dead letters",
+            queue=self._plan.channel,
+        )
+
+
+def _sweep(directory: Path) -> None:
+    """Remove what drivers that were killed left behind."""
+    for left in directory.glob(f".{STAGED}*"):
+        try:
+            if time.time() - left.stat().st_mtime > STALE:
+                shutil.rmtree(left)
+        except FileNotFoundError:  # another one sweeps too
+            continue
