@@ -427,6 +427,11 @@ class Log:
             self._disk.rename(rewrite.name, name_of(rewrite.number))
         self._sync_directory("install")
 
+    def drop(self, rewrite: Rewrite) -> None:
+        """Remove a rewritten segment that is not wanted after all. Blocking, for any thread."""
+        with tidying("drop"):
+            self._disk.unlink(rewrite.name)
+
     def switch(self, segment: int) -> None:
         """From now on places are those of the installed segment."""
         with self._lock:

@@ -3,6 +3,7 @@
 LOCK      the owner's, see ``disk.py``
 log/      the segments and a snapshot, see ``segment.py`` and ``snapshot.py``
 inbox/    bulk files, see ``inbox.py``
+readers/  who reads the log from outside, see ``readers.py``
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from qkit.native.history import StatusChange, history_of
 from qkit.native.inbox import bulks, check_bulk, discard, read_bulk
 from qkit.native.journal import Journal
 from qkit.native.log import SEGMENT_BYTES, Fsync, Log, tidying
+from qkit.native.readers import exchanging
 from qkit.native.record import Publish
 from qkit.native.replay import Recovered, Replay
 from qkit.native.snapshot import read_snapshot, write_snapshot
@@ -236,8 +238,13 @@ class Storage:
         await self.log.sync()  # a segment may be complete before the index has heard what is in it
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
+        border = await self._in_thread(self._readers_border)
         runs = choose(
-            sizes, index, limit=self._segment_bytes, border=self._covered, skip=self._is_stuck
+            [item for item in sizes if border is None or item[0] < border],
+            index,
+            limit=self._segment_bytes,
+            border=self._covered,
+            skip=self._is_stuck,
         )
         for run in runs:
             planned = plan(run, index, self._queues(), first=run[0] == oldest)
@@ -245,12 +252,28 @@ class Storage:
             # when they are.
             await self.log.sync()
             compacted = await self._in_thread(compact, self.log, planned, self._segment_bytes)
-            await self._in_thread(self.log.install, compacted.rewrite)
             planned.segments = compacted.segments
-            self._switch(planned, compacted)
-            if len(planned.segments) > 1:
-                await self._in_thread(self.log.remove, planned.segments[1:])
+            await self._exchange(planned, compacted)
             self._stuck[run[0]] = self._signature(run[0])
+
+    def _readers_border(self) -> int | None:
+        with exchanging(self.path) as border:
+            return border
+
+    async def _exchange(self, plan: Plan, compacted: Compacted) -> None:
+        """Put the new segment in the place of the old ones, unless a reader now wants those."""
+        exchange = exchanging(self.path)
+        border = await self._in_thread(exchange.__enter__)
+        try:
+            if border is not None and plan.segments[-1] >= border:
+                await self._in_thread(self.log.drop, compacted.rewrite)
+                return
+            await self._in_thread(self.log.install, compacted.rewrite)
+            self._switch(plan, compacted)
+            if len(plan.segments) > 1:
+                await self._in_thread(self.log.remove, plan.segments[1:])
+        finally:
+            exchange.__exit__(None, None, None)
 
     def _switch(self, plan: Plan, compacted: Compacted) -> None:
         """Take over the new places, in one turn of the loop."""

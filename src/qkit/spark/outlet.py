@@ -71,6 +71,14 @@ class Outlet:
             Channel(channel, broadcast=True) if broadcast else Channel(channel)
         )
 
+    async def declare(self, route: Route) -> None:
+        """Connect, make sure that a channel and its dead-letter queue exist, and disconnect."""
+        await self._backend.start()
+        try:
+            await self._producer.declare(route)
+        finally:
+            await self._backend.aclose()
+
     def open(self) -> Self:
         """Connect. Raises ``BackendUnavailable``."""
         self._runner = asyncio.Runner()

@@ -8,6 +8,9 @@ from pyspark.sql.datasource import DataSource
 
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
+from qkit.spark.rows import check_schema, schema_of
+from qkit.spark.snapshot import Snapshot
+from qkit.spark.streaming import StreamReader
 from qkit.spark.writing import BatchWriter, StreamWriter
 
 if TYPE_CHECKING:
@@ -24,9 +27,26 @@ class QkitDataSource(DataSource):
         """What ``format`` is given."""
         return "qkit"
 
+    def schema(self) -> StructType:
+        """The columns of what is read."""
+        return schema_of(plan_of(self.options))
+
+    def reader(self, schema: StructType) -> Snapshot:
+        """For ``spark.read``."""
+        plan = plan_of(self.options)
+        check_schema(schema, plan)
+        return Snapshot(plan)
+
+    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802  Spark's name
+        """For ``spark.readStream``."""
+        plan = plan_of(self.options)
+        check_schema(schema, plan)
+        return StreamReader(plan)
+
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """For ``df.write``."""
-        return BatchWriter(plan_of(self.options), columns_of(schema, plan_of(self.options).columns))
+        plan = plan_of(self.options)
+        return BatchWriter(plan, columns_of(schema, plan.columns))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802  Spark's name
         """For ``df.writeStream``."""

@@ -1,0 +1,149 @@
+"""Claiming messages for stages: a subscription in a thread of its own, from batch to batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
+from qkit.clock import SystemClock
+from qkit.errors import BackendUnavailable, QueueError, SubscriptionLost
+from qkit.logs import logger
+from qkit.message import Envelope, new_id
+from qkit.opening import open_backend
+from qkit.spark.loops import LoopThread
+from qkit.spark.options import Plan
+from qkit.spark.outlet import Outlet
+
+__all__ = ["Claiming"]
+
+PREFETCH: Final = 1_000
+QUIET: Final = 0.2  # seconds without a message after which there are none
+GIVE_UP: Final = 5.0  # seconds to close what is broken
+
+
+class Claiming:
+    """Takes messages, has them kept, and acknowledges them: in this order.
+
+    A broker that goes away later is waited for: meanwhile there are no messages. One that cannot
+    be reached in the beginning is an error.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loop = LoopThread()
+        self._stack: AsyncExitStack | None = None
+        self._subscription: Subscription | None = None
+        self._worked = False
+
+    def depth(self) -> int:
+        """How many messages wait now, as far as the backend can tell; else no limit is known."""
+        return self._loop.call(self._depth())
+
+    def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
+        """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many."""
+        return self._loop.call(self._take(limit, keep))
+
+    async def _depth(self) -> int:
+        backend = open_backend(self._plan.settings, SystemClock())
+        await backend.start()
+        try:
+            if isinstance(backend, Admin) and backend.capabilities.depth:
+                await self._declare()
+                return (await backend.stats(self._plan.queue)).depth
+        finally:
+            await backend.aclose()
+        return 1 << 60
+
+    async def _take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
+        try:
+            subscription = await self._subscribed()
+            deliveries = await self._receive(subscription, min(limit, PREFETCH))
+            if not deliveries:
+                return 0
+            await asyncio.to_thread(keep, [delivery.envelope for delivery in deliveries])
+            await _acknowledge(subscription, deliveries)
+        except (BackendUnavailable, SubscriptionLost) as error:
+            await self._close()
+            if not self._worked:
+                raise
+            logger.warning("%s: no messages for now: %s", self._plan.channel, error)
+            return 0
+        return len(deliveries)
+
+    async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
+        """What comes until there is quiet; parking is safe to cancel."""
+        found: list[Delivery] = []
+        while len(found) < limit:
+            try:
+                async with asyncio.timeout(QUIET):
+                    more = await subscription.receive(limit - len(found))
+            except TimeoutError:
+                break
+            found += more
+        return found
+
+    async def _subscribed(self) -> Subscription:
+        if self._subscription is None:
+            await self._declare()
+            backend = open_backend(self._plan.settings, SystemClock())
+            stack = AsyncExitStack()
+            try:
+                stack.push_async_callback(backend.aclose)
+                await backend.start()
+                spec = SubscriptionSpec(
+                    queue=self._plan.queue,
+                    group=self._plan.group,
+                    consumer=f"spark-{new_id()}",
+                    prefetch=PREFETCH,
+                    broadcast=self._plan.broadcast,
+                    ack_deadline=(
+                        self._plan.settings.ack_deadline if backend.capabilities.lease else None
+                    ),
+                )
+                self._subscription = await stack.enter_async_context(backend.subscribe(spec))
+            except BaseException:
+                await stack.aclose()
+                raise
+            self._stack, self._worked = stack, True
+        return self._subscription
+
+    async def _declare(self) -> None:
+        outlet = Outlet(self._plan.settings)
+        name = self._plan.letters if self._plan.dead_letters else self._plan.channel
+        await outlet.declare(outlet.route(name, broadcast=self._plan.broadcast))
+
+    async def _close(self) -> None:
+        stack, self._stack, self._subscription = self._stack, None, None
+        if stack is not None:
+            try:
+                async with asyncio.timeout(GIVE_UP):
+                    await stack.aclose()
+            except (QueueError, TimeoutError, OSError) as error:
+                logger.warning("%s: closing what was lost: %s", self._plan.channel, error)
+
+
+async def _acknowledge(subscription: Subscription, deliveries: Sequence[Delivery]) -> None:
+    """What cannot be acknowledged any more comes again: a duplicate, not a loss."""
+    if isinstance(subscription, AckMany):
+        results = await subscription.ack_many(deliveries)
+    else:
+        results = [await _ack(subscription, delivery) for delivery in deliveries]
+    failed = [error for error in results if error is not None]
+    if failed:
+        logger.warning(
+            "%d of %d messages were staged and not acknowledged, they will come again: %s",
+            len(failed),
+            len(deliveries),
+            failed[0],
+        )
+
+
+async def _ack(subscription: Subscription, delivery: Delivery) -> QueueError | None:
+    try:
+        await subscription.ack(delivery)
+    except QueueError as error:
+        return error
+    return None

@@ -1,0 +1,116 @@
+"""``spark.readStream``: by places in a log where there is one, else by stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from qkit.native.follow import Piece
+from qkit.spark import native_log, stage
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import Plan
+from qkit.spark.sinks import is_bulk
+from qkit.spark.stage import Stage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["StreamReader"]
+
+
+class Replayable(Protocol):
+    """Where a stream's messages come from; offsets are plain JSON, and Spark keeps them."""
+
+    def initial(self) -> dict[str, Any]:
+        """Where a new stream begins."""
+        ...
+
+    def stop_here(self) -> None:
+        """From now on go no further than what there is now."""
+        ...
+
+    def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+        """An end with at most ``limit`` messages before it; ``start`` if there are none."""
+        ...
+
+    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[object]:
+        """What tasks are to read: the same again for the same offsets, until ``commit``."""
+        ...
+
+    def commit(self, end: Mapping[str, Any]) -> None:
+        """Spark has done with all before ``end``."""
+        ...
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Spark calls all but ``read`` in one process of the driver's; ``read`` is in tasks.
+
+    Nothing is connected before the first call, because this travels to tasks too.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._found: Replayable | None = None
+        _source_of(plan)  # refuses now what would fail later
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_plan": self._plan, "_found": None}
+
+    @property
+    def _source(self) -> Replayable:
+        if self._found is None:
+            self._found = _source_of(self._plan)
+        return self._found
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
+        """Where a new query begins."""
+        return self._source.initial()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802  Spark's name
+        """``max_rows`` of the options."""
+        rows = self._plan.max_rows
+        return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  Spark's name
+        """Take what is there now, then end."""
+        self._source.stop_here()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
+        """The end of the next batch."""
+        return self._source.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+
+    def partitions(
+        self, start: dict[str, Any], end: dict[str, Any]
+    ) -> Sequence[InputPartition]:
+        """What tasks are to read."""
+        if start == end:
+            return []
+        return [InputPartition(piece) for piece in self._source.pieces(start, end)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task."""
+        value = partition.value
+        if isinstance(value, Piece):
+            return native_log.read(self._plan, value)
+        return stage.read(value)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Spark has done with all before ``end``."""
+        self._source.commit(end)
+
+    def stop(self) -> None:
+        """Spark does not call this; what is held ends with the process."""
+
+
+def _source_of(plan: Plan) -> Replayable:
+    if is_bulk(plan) and not plan.consume:
+        return NativeLog(plan)
+    return Stage(plan)

@@ -1,0 +1,67 @@
+"""One Spark for all of its tests: it takes seconds to start."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+import qkit.spark
+
+ROOT = Path(__file__).parents[2]
+
+
+def session(master: str, **conf: str) -> SparkSession:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    # Executors import qkit and the models of the tests as this process does.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    builder = SparkSession.builder.master(master)
+    for name, value in {
+        "spark.ui.enabled": "false",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
+        **conf,
+    }.items():
+        builder = builder.config(name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs, not ours
+        spark = builder.getOrCreate()
+        spark.sparkContext.setLogLevel("OFF")
+    qkit.spark.register(spark)
+    return spark
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """Two cores, and a task that fails is tried once more."""
+    spark = session("local[2,2]")
+    yield spark
+    spark.stop()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A native engine's."""
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def native(directory: Path) -> dict[str, str]:
+    """Options of a native channel in that directory."""
+    return {"type": "native", "path": str(directory)}
+
+
+@pytest.fixture
+def redis_list(redis_url: str) -> Callable[[str], dict[str, Any]]:
+    """Options of a channel in Redis."""
+    return lambda channel: {"channel": channel, "type": "redis", "mode": "list", "url": redis_url}
