@@ -28,6 +28,7 @@ def session(master: str, **conf: str) -> SparkSession:
         "spark.driver.host": "127.0.0.1",
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
+        "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
         "spark.ui.showConsoleProgress": "false",
         "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
         **conf,

@@ -51,4 +51,4 @@ class QkitDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802  Spark's name
         """For ``df.writeStream``."""
         plan = plan_of(self.options)
-        return StreamWriter(plan, columns_of(schema, plan.columns))
+        return StreamWriter(plan, columns_of(schema, plan.columns), self.options)

@@ -1,7 +1,9 @@
 """Writing a DataFrame: tasks make messages of Arrow batches, the driver publishes or gives up.
 
-The writer is made on the driver, then travels by pickle: to each task, and to the process in which
-Spark calls ``commit`` or ``abort``. So what they share is decided when it is made.
+The writer is made on the driver and travels to each task by pickle. For a batch it travels to the
+process in which Spark calls ``commit`` or ``abort`` as well; for a stream another is made there, of
+the same options, for each batch. So what they share is decided when a writer is made, or follows
+from the options, or comes back with the tasks' messages.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -45,9 +48,10 @@ _QUERY: Final = "sql.streaming.queryId"
 
 @dataclass(slots=True)
 class Written(WriterCommitMessage):
-    """What a task tells the driver."""
+    """What a task tells the driver: the job, and where its parts are staged until it counts."""
 
     job: str
+    staged: str
     part: int
     rows: int
     dead_letters: int
@@ -60,7 +64,6 @@ class _Writer:
         self._plan = plan
         self._columns = columns
         self._only_count = only_count
-        self._run = STAGED + new_id()
         self._started = time.time()
         outlet = Outlet(plan.settings)  # refuses on the driver what the tasks could not do
         outlet.route(plan.channel, broadcast=plan.broadcast)
@@ -90,13 +93,15 @@ class _Writer:
         except BaseException:
             sink.give_up()
             raise
-        return Written(job, part, task.rows, task.dead_letters)
+        return Written(job, staged, part, task.rows, task.dead_letters)
 
-    def _publish(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
+    def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         written = [message for message in messages if isinstance(message, Written)]
+        if not written:
+            return
         rows = sum(message.rows for message in written)
         letters = sum(message.dead_letters for message in written)
-        job = written[0].job if written else staged
+        job, staged = written[0].job, written[0].staged
         if is_bulk(self._plan) and not self._only_count:
             path = native_path(self._plan)
             inbox.commit(path, staged, parts={message.part for message in written}, name=job)
@@ -113,8 +118,11 @@ class _Writer:
             Path(self._plan.report).write_text(json.dumps(report))
 
     def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
+        """``staged`` may hold a star: failed tasks have told nothing."""
         if is_bulk(self._plan):
-            inbox.abort(native_path(self._plan), staged)
+            path = native_path(self._plan)
+            for left in (Path(path) / "inbox").glob(f".{staged}"):
+                inbox.abort(path, left.name.removeprefix("."))
         else:
             sent = sum(message.rows for message in messages if isinstance(message, Written))
             logger.error(
@@ -128,13 +136,17 @@ class _Writer:
 class BatchWriter(_Writer, DataSourceArrowWriter):
     """``df.write``; on native all of it is published at once, or nothing."""
 
+    def __init__(self, plan: Plan, columns: Columns, *, only_count: bool = False) -> None:
+        super().__init__(plan, columns, only_count=only_count)
+        self._run = STAGED + new_id()
+
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         """In a task: make messages of the rows and hand them over."""
         return self._write(iterator, self._plan.job_id or self._run, self._run)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver: all tasks are done."""
-        self._publish(messages, self._run)
+        self._publish(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver: a task failed for good, or ``commit`` did."""
@@ -142,23 +154,30 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
-    """``df.writeStream``; a batch that Spark repeats after a restart counts once on native."""
+    """``df.writeStream``; a batch that Spark repeats after a restart counts once on native.
+
+    ``options`` tell its stages from those of other streams where no message does.
+    """
+
+    def __init__(self, plan: Plan, columns: Columns, options: Mapping[str, str]) -> None:
+        super().__init__(plan, columns)
+        told = repr(sorted(options.items())).encode()
+        self._mark = STAGED + blake2b(told, digest_size=8).hexdigest()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
         """In a task: make messages of the rows and hand them over."""
         context = TaskContext.get()
         assert context is not None, "Spark runs this in a task"
-        query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
-        job = f"{query}-{batch}"
-        return self._write(iterator, job, f"{self._run}-{batch}")
+        job = f"{context.getLocalProperty(_QUERY)}-{context.getLocalProperty(_BATCH)}"
+        return self._write(iterator, job, f"{self._mark}-{job}")
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
         """On the driver: all tasks of a batch are done."""
-        self._publish(messages, f"{self._run}-{batchId}")
+        self._publish(messages)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
         """On the driver: a task failed for good, or ``commit`` did."""
-        self._give_up(messages, f"{self._run}-{batchId}")
+        self._give_up(messages, f"{self._mark}-*-{batchId}")
 
 
 class _Task:

@@ -1,0 +1,279 @@
+"""``df.write`` and ``writeStream``: columns to messages, promises kept when tasks and jobs fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+
+from qkit import DeadLetter, Settings, SyncQueueService
+from qkit.errors import ConfigError
+from qkit.message import Envelope, new_id
+from qkit.native import Engine
+from qkit.spark.bodies import ids
+from qkit.spark.options import plan_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ORDER = "tests.spark.models:Order"
+
+
+def save(frame: DataFrame, **options: object) -> None:
+    frame.write.format("qkit").mode("append").options(**options).save()
+
+
+def look(directory: Path, *channels: str) -> list[list[Envelope]]:
+    """What is in these queues once the engine has taken in what was published."""
+
+    async def main() -> list[list[Envelope]]:
+        async with await Engine.open(directory) as engine:
+            await engine.take_inbox()
+            known = await engine.list()
+            return [
+                await engine.peek(name, 1_000_000) if name in known else [] for name in channels
+            ]
+
+    return asyncio.run(main())
+
+
+def staged(directory: Path) -> list[str]:
+    inbox = directory / "inbox"
+    return sorted(os.listdir(inbox)) if inbox.exists() else []
+
+
+def test_all_columns_are_one_json_body_and_parts_keep_their_order(
+    spark: SparkSession, directory: Path, native: dict[str, str]
+) -> None:
+    frame = spark.range(0, 1_000, 1, 3).selectExpr(
+        "id", "named_struct('city', concat('c', id), 'tags', array('a', null)) as place",
+        "map('k', id) as counts", "cast(null as string) as note", "timestamp'2026-01-02 03:04:05' as at",
+    )  # fmt: skip
+    save(frame, channel="orders", key="note", **native)
+    [found] = look(directory, "orders")
+    assert [json.loads(item.body)["id"] for item in found] == list(range(1_000))
+    assert json.loads(found[7].body) == {
+        "id": 7,
+        "place": {"city": "c7", "tags": ["a", None]},
+        "counts": {"k": 7},
+        "note": None,
+        "at": "2026-01-02T03:04:05Z",
+    }
+    assert found[7].key is None
+    assert len({item.id for item in found}) == 1_000
+    assert staged(directory) == []
+
+
+def test_a_value_column_is_the_body_and_the_others_say_how_it_travels(
+    spark: SparkSession, directory: Path, native: dict[str, str]
+) -> None:
+    text = spark.sql(
+        "select '{\"id\": 1}' as value, 'k1' as key, 8 as priority, cast(0.0 as double) as delay,"
+        " 60 as ttl, map('tenant', 'acme') as headers"
+    )
+    save(text, channel="text", **native)
+    binary = spark.sql("select cast('raw' as binary) as value")
+    save(binary, channel="bytes", **native)
+    save(spark.sql("select named_struct('id', 2) as value"), channel="struct", **native)
+    [[one], [two], [three]] = look(directory, "text", "bytes", "struct")
+    assert (one.body, one.key, one.priority, one.headers) == (
+        b'{"id": 1}', "k1", 8, {"tenant": "acme"},
+    )  # fmt: skip
+    assert one.expires_at is not None
+    assert (two.body, two.headers) == (b"raw", {"content-type": "application/octet-stream"})
+    assert (three.body, three.priority) == (b'{"id":2}', 5)
+
+
+def test_what_cannot_be_is_refused_on_the_driver(
+    spark: SparkSession, native: dict[str, str]
+) -> None:
+    for frame, options, words in [
+        ("select 1 as value", {}, "'value' is of type int"),
+        ("select 'a' as value, 1 as other", {}, "no place for the column 'other'"),
+        ("select 'a' as value, 'x' as priority", {}, "cast it to int"),
+        ("select 1 as id", {"key": "nobody"}, "which is not there"),
+        ("select 1 as id", {"path": ""}, "path"),
+    ]:
+        with pytest.raises(Exception, match="qkit") as raised:
+            save(spark.sql(frame), channel="orders", **{**native, **options})
+        assert words in str(raised.value)
+
+
+def test_a_bad_row_fails_the_job_shows_itself_and_publishes_nothing(
+    spark: SparkSession, directory: Path, native: dict[str, str]
+) -> None:
+    frame = spark.range(0, 100, 1, 2).selectExpr("id", "double(if(id = 77, -1, id)) as total")
+    with pytest.raises(Exception, match="no message") as raised:
+        save(frame, channel="orders", model=ORDER, **native)
+    assert '{"id":77,"total":-1.0}' in str(raised.value)
+    assert "row 27 of partition 1" in str(raised.value)
+    assert "nothing was published" in str(raised.value)
+    assert staged(directory) == []
+    assert look(directory, "orders") == [[]]
+
+
+def test_bad_rows_may_go_to_the_dead_letters(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    frame = spark.range(0, 100, 1, 2).selectExpr("id", "double(if(id % 50 = 7, -1, id)) as total")
+    report = tmp_path / "report.json"
+    save(
+        frame,
+        channel="orders",
+        model=ORDER,
+        on_invalid="dead_letter",
+        report=report,
+        **native,
+    )
+    [good, bad] = look(directory, "orders", "orders_dlq")
+    assert len(good) == 98
+    letters = [DeadLetter.from_envelope(item) for item in bad]
+    assert [json.loads(letter.body)["id"] for letter in letters] == [7, 57]
+    assert {letter.reason for letter in letters} == {"Undecodable"}
+    assert letters[0].channel == "orders"
+    assert "greater than or equal to 0" in (letters[0].error or "")
+    assert json.loads(report.read_text()).items() >= {"messages": 98, "dead_letters": 2}.items()
+
+
+def test_a_task_that_fails_and_is_tried_again_writes_each_row_once(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    frame = failing_once(spark, tmp_path / "failed").selectExpr("id")
+    save(frame, channel="orders", **native)
+    [found] = look(directory, "orders")
+    assert (tmp_path / "failed").exists()
+    assert sorted(json.loads(item.body)["id"] for item in found) == list(range(20_000))
+    assert staged(directory) == []
+
+
+def failing_once(spark: SparkSession, mark: Path) -> DataFrame:
+    """20,000 rows; the task of the second half fails near the end of its first attempt."""
+
+    def rows(batches: Any) -> Any:
+        for batch in batches:
+            for start in range(0, batch.num_rows, 100):
+                ids = batch.column(0)
+                if ids[start].as_py() >= 19_000 and not mark.exists():
+                    mark.touch()
+                    raise RuntimeError("a task that fails once")
+                yield batch.slice(start, 100)
+
+    return spark.range(0, 20_000, 1, 2).mapInArrow(rows, "id long")
+
+
+def test_a_job_id_counts_once_also_after_an_aborted_run(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    def rows(batches: Any) -> Any:
+        yield from batches
+        raise RuntimeError("a task that always fails")
+
+    failing = spark.range(0, 500, 1, 2).mapInArrow(rows, "id long")
+    with pytest.raises(Exception, match="always fails"):
+        save(failing, channel="orders", job_id="load-1", **native)
+    assert staged(directory) == []
+    for _ in range(2):
+        save(spark.range(0, 500, 1, 4), channel="orders", job_id="load-1", **native)
+    [found] = look(directory, "orders")
+    assert len(found) == 500
+    save(spark.range(0, 500, 1, 1), channel="orders", job_id="load-1", **native)
+    [found] = look(directory, "orders")
+    assert len(found) == 500
+
+
+def test_a_retried_task_on_a_broker_loses_nothing_and_repeats_its_ids(
+    spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    options = redis_list(f"spark-{new_id()}")
+    save(failing_once(spark, tmp_path / "failed"), **options)
+    found = spark.read.format("qkit").options(**options).load().select("id", "value").collect()
+    bodies = [json.loads(row.value)["id"] for row in found]
+    assert set(bodies) == set(range(20_000))
+    assert len(bodies) > 20_000, "what the first attempt had sent is there again"
+    assert len({row.id for row in found}) == 20_000, "under the same ids"
+    settings = plan_of({key: str(value) for key, value in options.items()}).settings
+    with SyncQueueService(settings) as service:
+        service.delete(options["channel"])
+
+
+def test_a_bad_row_on_a_broker_says_how_many_were_sent(
+    spark: SparkSession, redis_list: Callable[[str], dict[str, Any]]
+) -> None:
+    frame = spark.range(0, 1_200, 1, 1).selectExpr("id", "double(if(id = 1100, -1, 1)) as total")
+    options = redis_list(f"spark-{new_id()}")
+    with pytest.raises(Exception, match="1100 rows of this partition were sent before it"):
+        save(frame, model=ORDER, **options)
+    settings = plan_of({key: str(value) for key, value in options.items()}).settings
+    with SyncQueueService(settings) as service:
+        assert service.stats(options["channel"]).depth >= 1_100
+        service.delete(options["channel"])
+
+
+def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    source, checkpoint = str(tmp_path / "in"), tmp_path / "checkpoint"
+    spark.range(0, 300, 1, 1).write.parquet(source)
+
+    def run() -> None:
+        stream = spark.readStream.schema("id long").parquet(source)
+        query = (
+            stream.writeStream.format("qkit")
+            .options(channel="orders", **native)
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+        assert query.awaitTermination(240)
+        assert query.exception() is None
+
+    run()
+    # As if the driver had been killed before Spark noted that the batch was done.
+    for done in (checkpoint / "commits").iterdir():
+        done.unlink()
+    run()
+    [found] = look(directory, "orders")
+    assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
+    assert staged(directory) == []
+
+
+def test_ids_are_of_the_usual_form_and_differ_between_jobs_and_partitions() -> None:
+    found = [next(ids(job, part, 1e9)) for job in ("a", "b") for part in (0, 1, 0xFFFFF)]
+    assert len(set(found)) == 6
+    assert all(len(id) == 32 and id[12] == "7" for id in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "'channel' is missing"),
+        ({"chanel": "orders"}, "there is 'chanel'"),
+        ({"channel": "orders", "colour": "red"}, "colour"),
+        ({"channel": "orders", "retry.max_attempts": "none"}, "max_attempts"),
+        ({"channel": "orders", "on_invalid": "drop"}, "fail or dead_letter"),
+        ({"channel": "orders", "model": "Order"}, "package.module:Class"),
+        ({"channel": "orders", "max_rows": "0"}, "1 or more"),
+        ({"channel": "orders", "broadcast": "perhaps"}, "true or false"),
+        ({"channel": "orders", "retention": "long"}, "number of seconds"),
+        ({"channel": "no/name"}, "no/name"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_of(options)
+    assert words in str(raised.value)
+
+
+def test_settings_come_from_a_file_and_options_win(tmp_path: Path) -> None:
+    file = tmp_path / "qkit.toml"
+    file.write_text('type = "native"\npath = "data"\n[retry]\nmax_attempts = 7\n')
+    plan = plan_of({"channel": "orders", "config": str(file), "retry.jitter": "0.05"})
+    assert plan.settings.retry.max_attempts == 7
+    assert plan.settings.retry.jitter == 0.05
+    assert plan.settings.path == Path("data")
+    assert isinstance(plan.settings, Settings)
