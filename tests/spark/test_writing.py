@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,19 @@ def look(directory: Path, *channels: str) -> list[list[Envelope]]:
 
 def staged(directory: Path) -> list[str]:
     inbox = directory / "inbox"
-    return sorted(os.listdir(inbox)) if inbox.exists() else []
+    return sorted(item.name for item in inbox.iterdir()) if inbox.exists() else []
 
 
 def test_all_columns_are_one_json_body_and_parts_keep_their_order(
     spark: SparkSession, directory: Path, native: dict[str, str]
 ) -> None:
     frame = spark.range(0, 1_000, 1, 3).selectExpr(
-        "id", "named_struct('city', concat('c', id), 'tags', array('a', null)) as place",
-        "map('k', id) as counts", "cast(null as string) as note", "timestamp'2026-01-02 03:04:05' as at",
-    )  # fmt: skip
+        "id",
+        "named_struct('city', concat('c', id), 'tags', array('a', null)) as place",
+        "map('k', id) as counts",
+        "cast(null as string) as note",
+        "timestamp'2026-01-02 03:04:05' as at",
+    )
     save(frame, channel="orders", key="note", **native)
     [found] = look(directory, "orders")
     assert [json.loads(item.body)["id"] for item in found] == list(range(1_000))

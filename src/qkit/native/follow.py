@@ -76,7 +76,7 @@ class Chosen(NamedTuple):
     """What was found from a place on: its end, how many messages, the channel's queues by then."""
 
     end: Place
-    count: int
+    messages: int
     queues: frozenset[int]
     pieces: list[Piece]
 
@@ -84,7 +84,7 @@ class Chosen(NamedTuple):
 class Follower:
     """The log of a directory as far as one channel is concerned; no process need own it.
 
-    >>> Follower("nowhere", "orders").choose(Place(), frozenset(), 100).count
+    >>> Follower("nowhere", "orders").choose(Place(), frozenset(), 100).messages
     0
     """
 
@@ -137,7 +137,7 @@ class Follower:
         bulks: set[Range] = set()
         cut = place = begin
         going = True
-        for offset, after, content in segment.records(begin, stop):
+        for _, after, content in segment.records(begin, stop):
             kind = content[0]
             if kind == DECLARE:
                 record = decode(content)
@@ -226,9 +226,7 @@ class _Segment:
         self.fd = fd
         self.header = header
 
-    def records(
-        self, begin: int, stop: int | None = None
-    ) -> Iterator[tuple[int, int, bytes]]:
+    def records(self, begin: int, stop: int | None = None) -> Iterator[tuple[int, int, bytes]]:
         """Offset, offset of the next, and content, up to ``stop`` or to what is no whole record."""
         salt, offset = self.header.salt, begin
         data, base = b"", begin

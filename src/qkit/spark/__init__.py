@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 try:
+    from qkit.spark.publish import Written, write
     from qkit.spark.source import QkitDataSource
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in {"pyspark", "pyarrow", "pandas"}:
@@ -21,7 +22,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["QkitDataSource", "register"]
+__all__ = ["QkitDataSource", "Written", "register", "write"]
 
 
 def register(spark: SparkSession) -> None:

@@ -65,7 +65,7 @@ class NativeLog:
             self._seen = dict(start), _place(start), _queues(start)
         _, place, queues = self._seen
         chosen = self._follower.choose(place, queues, limit, stop=self._last)
-        if chosen.count == 0 and chosen.end.segment == _place(start).segment:
+        if chosen.messages == 0 and chosen.end.segment == _place(start).segment:
             self._seen = dict(start), chosen.end, chosen.queues
             return dict(start)
         return _offset(str(start["reader"]), chosen.end, chosen.queues)

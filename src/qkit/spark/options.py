@@ -92,9 +92,7 @@ def plan_of(options: Mapping[str, str]) -> Plan:
     """
     given = {name.lower(): value for name, value in options.items()}
     own = {name: value for name, value in given.items() if name in _OWN}
-    rest = {
-        name: value for name, value in given.items() if name not in _OWN and name not in _SPARK
-    }
+    rest = {name: value for name, value in given.items() if name not in _OWN and name not in _SPARK}
     if "channel" not in own:
         near = difflib.get_close_matches("channel", rest, 1)
         hint = f" (there is {near[0]!r})" if near else ""

@@ -41,9 +41,7 @@ class Outlet:
         self._timeout = settings.send_timeout
         self._runner: asyncio.Runner | None = None
         self._backend = backend = open_backend(settings, clock)
-        self._routes = Routes(
-            settings, backend.capabilities, registry, counters, (), backend.name
-        )
+        self._routes = Routes(settings, backend.capabilities, registry, counters, (), backend.name)
         self._sender = Sender(
             backend,
             breaker=CircuitBreaker(
@@ -67,9 +65,7 @@ class Outlet:
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
-        return self._routes.of(
-            Channel(channel, broadcast=True) if broadcast else Channel(channel)
-        )
+        return self._routes.of(Channel(channel, broadcast=True) if broadcast else Channel(channel))
 
     async def declare(self, route: Route) -> None:
         """Connect, make sure that a channel and its dead-letter queue exist, and disconnect."""

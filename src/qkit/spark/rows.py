@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
@@ -84,7 +84,7 @@ def messages(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBat
     """Rows of messages; a compressed body is opened, up to ``limit`` bytes."""
     for group in _groups(envelopes):
         opened = [_opened(item, limit) for item in group]
-        columns = [
+        columns: list[list[Any]] = [
             [item.id for item in group],
             [body for body, _ in opened],
             [headers for _, headers in opened],
@@ -102,7 +102,7 @@ def letters(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch]
     """Rows of dead letters."""
     for group in _groups(found):
         opened = [_opened(item, limit) for item in group]
-        columns = [
+        columns: list[list[Any]] = [
             [item.message_id for item in group],
             [body for body, _ in opened],
             [headers for _, headers in opened],
@@ -127,16 +127,14 @@ def _groups(items: Iterable[T]) -> Iterator[list[T]]:
         yield group
 
 
-def _batch(columns: list[list[object]], schema: pa.Schema) -> pa.RecordBatch:
+def _batch(columns: list[list[Any]], schema: pa.Schema) -> pa.RecordBatch:
     arrays = [
         pa.array(values, type=field.type) for values, field in zip(columns, schema, strict=True)
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
-def _opened(
-    item: Envelope | DeadLetter, limit: int
-) -> tuple[bytes, list[tuple[str, str]]]:
+def _opened(item: Envelope | DeadLetter, limit: int) -> tuple[bytes, list[tuple[str, str]]]:
     """The body after decompression, and the headers that are true of it."""
     body, headers = item.body, dict(item.headers)
     if CONTENT_ENCODING in headers:

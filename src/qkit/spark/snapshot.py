@@ -81,5 +81,5 @@ async def _taken_in(path: Path) -> None:
     before = set(bulks(path))
     with suppress(TimeoutError):  # one that is damaged stays; it is no reason to see nothing
         async with asyncio.timeout(PATIENCE):
-            while before & set(bulks(path)):
+            while before & set(bulks(path)):  # noqa: ASYNC110  another process takes them in
                 await asyncio.sleep(0.05)

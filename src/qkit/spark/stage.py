@@ -13,6 +13,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,7 +79,7 @@ class Stage:
             wanted = min(wanted, self._budget)
         while wanted > 0:
             number += 1
-            count = self._reached().take(wanted, lambda found: self._write(number, found))
+            count = self._reached().take(wanted, partial(self._write, number))
             if not count:
                 if self._budget is not None:
                     self._budget = 0

@@ -85,11 +85,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
         """The end of the next batch."""
-        return self._source.latest(start, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+        return self._source.latest(
+            start, limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        )
 
-    def partitions(
-        self, start: dict[str, Any], end: dict[str, Any]
-    ) -> Sequence[InputPartition]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """What tasks are to read."""
         if start == end:
             return []

@@ -1,0 +1,42 @@
+"""Report a channel's dead letters: counts by reason, error and hour, as a page with charts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.options import plan_of
+from qkit.spark.report import page, report_of
+
+EXAMPLE = (
+    "spark-submit spark/dead_letter_report.py --channel orders --config qkit.toml "
+    "--output orders.html"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the job."""
+    options = parser(__doc__ or "", EXAMPLE)
+    add_channel(options)
+    options.add_argument("--output", required=True, type=Path, help="the page")
+    options.add_argument("--json", type=Path, help="the same counts for programs")
+    given = options.parse_args(arguments)
+    chosen = {**options_of(given), "dead_letters": "true"}
+    with told():
+        plan_of(chosen)
+        with session(f"report {given.channel}") as spark:
+            spark.conf.set("spark.sql.session.timeZone", "UTC")
+            letters = spark.read.format("qkit").options(**chosen).load()
+            report = report_of(letters, given.channel, datetime.now(UTC))
+    given.output.write_text(page(report))
+    if given.json:
+        given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+    print(f"{report.total} dead letters of {given.channel}: {given.output}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
