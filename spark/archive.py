@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
 from qkit.spark.job import add_channel, options_of, parser, session, told
 from qkit.spark.options import plan_of
 
@@ -34,25 +37,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with told():
         plan_of(chosen)
         with session(f"archive {given.channel}") as spark:
-            stream = spark.readStream.format("qkit").options(**chosen).load()
-            at = "coalesce(sent_at, current_timestamp())"
-            parts = [f"date({at}) as date"]
-            if given.by == "hour":
-                parts.append(f"hour({at}) as hour")
-            writer = (
-                stream.selectExpr("*", *parts)
-                .writeStream.format("parquet")
-                .partitionBy(*[part.rsplit(" ", 1)[-1] for part in parts])
-                .option("checkpointLocation", given.checkpoint)
+            every = None if given.once else given.every
+            query = start(
+                spark,
+                chosen,
+                given.output,
+                given.checkpoint,
+                hourly=given.by == "hour",
+                every=every,
             )
-            if given.once:
-                writer = writer.trigger(availableNow=True)
-            else:
-                writer = writer.trigger(processingTime=given.every)
-            query = writer.start(given.output)
             while not query.awaitTermination(10):
                 _tell(query.lastProgress)
             _tell(query.lastProgress)
+
+
+def start(
+    spark: SparkSession,
+    options: dict[str, str],
+    output: str,
+    checkpoint: str,
+    *,
+    hourly: bool = False,
+    every: str | None = None,
+) -> StreamingQuery:
+    """The stream, a batch ``every`` so often; without that, what is there now."""
+    stream = spark.readStream.format("qkit").options(**options).load()
+    at = "coalesce(sent_at, current_timestamp())"
+    parts = {"date": f"date({at}) as date"} | ({"hour": f"hour({at}) as hour"} if hourly else {})
+    writer = (
+        stream.selectExpr("*", *parts.values())
+        .writeStream.format("parquet")
+        .partitionBy(*parts)
+        .option("checkpointLocation", checkpoint)
+    )
+    if every is None:
+        return writer.trigger(availableNow=True).start(output)
+    return writer.trigger(processingTime=every).start(output)
 
 
 def _tell(progress: object) -> None:

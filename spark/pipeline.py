@@ -1,0 +1,194 @@
+"""A whole pipeline on the embedded engine: generate, publish, handle, archive, report, and check.
+
+Spark generates events and publishes them at once. A worker process handles them with typed
+handlers: some are refused, some fail and are retried. Meanwhile Spark archives the channel to
+Parquet. In the end the dead letters are reported, and every total is compared with every other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from archive import start as start_archive
+from pipeline_worker import REFUSED, SHAKY
+from pyspark.sql import DataFrame, SparkSession
+
+from qkit import Settings
+from qkit.spark import write
+from qkit.spark.job import parser, session
+from qkit.spark.publish import as_options
+from qkit.spark.report import page, report_of
+
+CHANNEL = "events"
+PATIENCE = 300.0  # seconds without any progress after which it is given up
+
+
+class Worker:
+    """The process that handles events, and its latest totals."""
+
+    def __init__(self, path: Path) -> None:
+        script = Path(__file__).with_name("pipeline_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True
+        )
+        self.totals = {"handled": 0, "cents": 0, "retried": 0, "dead_lettered": 0}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.totals = json.loads(line)
+
+    @property
+    def settled(self) -> int:
+        """How many events it has done with."""
+        return self.totals["handled"] + self.totals["dead_lettered"]
+
+    def stop(self) -> None:
+        """Let it end; its last line has the final totals."""
+        self._process.terminate()
+        self._reader.join(60)
+        if self._process.wait(60):
+            raise SystemExit(f"the worker ended with {self._process.returncode}")
+
+    def kill(self) -> None:
+        """Whatever became of it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the pipeline."""
+    options = parser(__doc__ or "", "spark-submit spark/pipeline.py --count 1000000")
+    options.add_argument("--count", type=int, default=1_000_000, help="how many events")
+    options.add_argument("--directory", type=Path, help="where all of it lies, and stays")
+    given = options.parse_args(arguments)
+    if given.directory:
+        given.directory.mkdir(parents=True, exist_ok=True)
+        problems = run(given.count, given.directory)
+    else:
+        directory = Path(tempfile.mkdtemp(prefix="qkit-pipeline-"))
+        try:
+            problems = run(given.count, directory)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+    if problems:
+        raise SystemExit("\n".join(["the totals do not agree:", *problems]))
+    print("every total agrees")
+
+
+def run(count: int, directory: Path) -> list[str]:
+    """All of it; what is wrong in the end."""
+    settings = Settings(type="native", path=directory / "data")
+    options = {**as_options(settings), "channel": CHANNEL}
+    worker = Worker(directory / "data")
+    try:
+        with session("qkit pipeline") as spark:
+            spark.conf.set("spark.sql.session.timeZone", "UTC")
+            with step("publish", count):
+                # The archive begins first: from here on the log is kept for it.
+                wait(lambda: (directory / "data" / "log").exists(), lambda: 0, 1)
+                query = start_archive(
+                    spark,
+                    {**options, "max_rows": "200000"},
+                    str(directory / "archive"),
+                    str(directory / "checkpoint"),
+                    every="1 second",
+                )
+                wait(lambda: any((directory / "data").glob("readers/*")), lambda: 0, 1)
+                written = write(
+                    events(spark, count), CHANNEL, settings, key="customer", job_id="pipeline"
+                )
+            with step("handle", count):
+                wait(lambda: worker.settled >= count, lambda: worker.settled, count)
+            with step("archive", count):
+                query.processAllAvailable()
+                query.stop()
+            with step("report", count // REFUSED):
+                letters = spark.read.format("qkit").options(**options, dead_letters="true").load()
+                report = report_of(letters, CHANNEL, datetime.now(UTC))
+                (directory / "report.html").write_text(page(report))
+            archived = archive_totals(spark, directory / "archive")
+        worker.stop()
+    finally:
+        worker.kill()
+    refused = -(-count // REFUSED)
+    shaky = len(range(7, count, SHAKY))
+    refused_cents = sum(number % 1_000 for number in range(0, count, REFUSED))
+    every_cent = archived["cents"]
+    found = {
+        "published": (written.messages, count),
+        "handled": (worker.totals["handled"], count - refused),
+        "retried": (worker.totals["retried"], shaky),
+        "dead-lettered": (worker.totals["dead_lettered"], refused),
+        "reported": (report.total, refused),
+        "archived": (archived["rows"], count),
+        "archived ids": (archived["ids"], count),
+        "cents archived": (every_cent, sum(number % 1_000 for number in range(count))),
+        "cents handled": (worker.totals["cents"], every_cent - refused_cents),
+    }
+    for name, (actual, expected) in found.items():
+        print(f"  {name:<16}{actual:>14,}{'' if actual == expected else f'  not {expected:,}'}")
+    return [name for name, (actual, expected) in found.items() if actual != expected]
+
+
+def events(spark: SparkSession, count: int) -> DataFrame:
+    """What is published."""
+    return spark.range(count).selectExpr(
+        "id",
+        "concat('customer-', id % 1000) as customer",
+        "element_at(array('order', 'refund', 'visit'), int(id % 3) + 1) as kind",
+        "int(id % 1000) as cents",
+    )
+
+
+def archive_totals(spark: SparkSession, archive: Path) -> dict[str, int]:
+    """What the Parquet files say."""
+    body = "from_json(cast(value as string), 'id long, cents long') as body"
+    row = (
+        spark.read.parquet(str(archive))
+        .selectExpr("id", body)
+        .selectExpr("count(*)", "count(distinct body.id)", "sum(body.cents)")
+        .collect()[0]
+    )
+    return {"rows": row[0], "ids": row[1], "cents": row[2]}
+
+
+@contextmanager
+def step(name: str, count: int) -> Iterator[None]:
+    """Say what is done, and how long it took."""
+    print(f"{name}: …", flush=True)
+    started = time.monotonic()
+    yield
+    seconds = time.monotonic() - started
+    print(f"{name}: {count:,} in {seconds:.1f} s, {count / seconds:,.0f}/s", flush=True)
+
+
+def wait(condition: Callable[[], bool], progress: Callable[[], int], total: int) -> None:
+    """Until it is so; gives up when nothing moves any more."""
+    seen, since, told = progress(), time.monotonic(), time.monotonic()
+    while not condition():
+        now = time.monotonic()
+        if progress() != seen:
+            seen, since = progress(), now
+        if now - since > PATIENCE:
+            raise SystemExit(f"nothing has moved for {PATIENCE:.0f} s, at {seen:,} of {total:,}")
+        if now - told >= 2 and total > 1:
+            told = now
+            print(f"  {seen:,} of {total:,} ({100 * seen // total} %)", flush=True)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
