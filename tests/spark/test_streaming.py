@@ -23,7 +23,7 @@ from qkit.spark.options import plan_of
 from tests.spark.conftest import ROOT
 from tests.support.proxy import Proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def settings_of(options: dict[str, str]) -> Settings:
@@ -58,7 +58,7 @@ def collected(
         .trigger(availableNow=True)
         .start()
     )
-    assert query.awaitTermination(300)
+    assert query.awaitTermination(600)
     assert query.exception() is None
     return [batch for batch in batches if batch]
 
@@ -143,7 +143,7 @@ def test_a_killed_driver_loses_nothing(
         service.send_many(options["channel"], range(500))
         process = start(arguments)
         try:
-            deadline = time.monotonic() + 200
+            deadline = time.monotonic() + 600
             while not list(output.glob("*.parquet")):  # in the middle of its stream
                 assert process.poll() is None, "the driver ended"
                 assert time.monotonic() < deadline
@@ -153,7 +153,7 @@ def test_a_killed_driver_loses_nothing(
             process.wait()
         service.send_many(options["channel"], range(500, 600))
         again = start([*arguments, "all"])
-        assert again.wait(300) == 0
+        assert again.wait(600) == 0
         found = archived(output)
         assert set(found) == set(range(600))
         if where == "native":
@@ -226,7 +226,7 @@ def test_a_stream_outlives_its_broker(
 
 
 def until(condition: Callable[[], bool], query: Any) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not condition():
         assert query.isActive, query.exception()
         assert time.monotonic() < deadline

@@ -18,7 +18,7 @@ from qkit.native import Engine
 from qkit.spark.bodies import ids
 from qkit.spark.options import plan_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ORDER = "tests.spark.models:Order"
 
@@ -231,7 +231,7 @@ def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
             .trigger(availableNow=True)
             .start()
         )
-        assert query.awaitTermination(240)
+        assert query.awaitTermination(600)
         assert query.exception() is None
 
     run()

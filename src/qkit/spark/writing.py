@@ -37,7 +37,7 @@ from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Counting, Sink, is_
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BatchWriter", "StreamWriter", "Written"]
+__all__ = ["BatchWriter", "StreamWriter", "Task", "Written"]
 
 GROUP: Final = 500  # messages handed over together
 STAGED: Final = "spark-"  # what bulk files are called while Spark's tasks write them
@@ -86,7 +86,7 @@ class _Writer:
             sink = BulkSink(self._plan, route, staged, part)
         else:
             sink = BrokerSink(self._plan, outlet, route)
-        task = _Task(self._plan, self._columns, bodies, sink, partition)
+        task = Task(self._plan, self._columns, bodies, sink, partition)
         try:
             task.run(batches, ids(job, partition, self._started))
             sink.finish()
@@ -180,7 +180,7 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
         self._give_up(messages, f"{self._mark}-*-{batchId}")
 
 
-class _Task:
+class Task:
     """The rows of one partition on their way; memory is flat in their number."""
 
     def __init__(

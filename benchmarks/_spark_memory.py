@@ -1,0 +1,45 @@
+"""A writing task by itself, in a process of its own: ``python -m benchmarks._spark_memory ROWS DIR``.
+
+Prints the most memory it had, in bytes.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+
+import pyarrow as pa
+
+from qkit.spark.bodies import Bodies, ids
+from qkit.spark.columns import Columns
+from qkit.spark.options import plan_of
+from qkit.spark.outlet import Outlet
+from qkit.spark.sinks import BulkSink
+from qkit.spark.writing import Task
+
+BATCH = 10_000
+
+
+def batches(count: int) -> Iterator[pa.RecordBatch]:
+    for start in range(0, count, BATCH):
+        numbers = list(range(start, start + BATCH))
+        yield pa.RecordBatch.from_pydict(
+            {"id": numbers, "customer": [f"customer-{number}" for number in numbers]}
+        )
+
+
+def main(count: int, directory: str) -> int:
+    plan = plan_of({"channel": "orders", "path": directory})
+    outlet, columns = Outlet(plan.settings), Columns("row", ())
+    route = outlet.route(plan.channel)
+    sink = BulkSink(plan, route, f"memory-{count}", 0)
+    task = Task(plan, columns, Bodies(plan, columns, route), sink, 0)
+    task.run(batches(count), ids("memory", 0, time.time()))
+    sink.finish()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    print(main(int(sys.argv[1]), sys.argv[2]))
