@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down bench bench-check docs requirements clean
+.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down pipeline bench bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -56,6 +56,9 @@ BENCH_STAMP := .venv/.bench-ready
 $(BENCH_STAMP): $(STAMP) requirements/bench.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
 	@touch $@
+
+pipeline: setup ## Generate, publish, handle, archive and report 1,000,000 events; OPTIONS="--count 10000"
+	@PYTHONPATH=spark $(BIN)/python spark/pipeline.py $(OPTIONS)
 
 bench: $(BENCH_STAMP) ## Run the benchmarks and print their figures; OPTIONS="--only durable"
 	@$(BIN)/python -m benchmarks.native $(OPTIONS)

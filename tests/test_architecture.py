@@ -35,6 +35,7 @@ ORDER = [
     ["web"],
     ["cli"],
     ["testing"],
+    ["spark"],
     ["conformance"],
 ]
 HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}

@@ -87,7 +87,7 @@ class Claiming:
 
     async def _subscribed(self) -> Subscription:
         if self._subscription is None:
-            await self._declare()
+            broadcast = await self._declare()
             backend = open_backend(self._plan.settings, SystemClock())
             stack = AsyncExitStack()
             try:
@@ -98,7 +98,7 @@ class Claiming:
                     group=self._plan.group,
                     consumer=f"spark-{new_id()}",
                     prefetch=PREFETCH,
-                    broadcast=self._plan.broadcast,
+                    broadcast=broadcast,
                     ack_deadline=(
                         self._plan.settings.ack_deadline if backend.capabilities.lease else None
                     ),
@@ -110,10 +110,13 @@ class Claiming:
             self._stack, self._worked = stack, True
         return self._subscription
 
-    async def _declare(self) -> None:
+    async def _declare(self) -> bool:
+        """Make sure that the channel exists; whether it is a topic here."""
         outlet = Outlet(self._plan.settings)
         name = self._plan.letters if self._plan.dead_letters else self._plan.channel
-        await outlet.declare(outlet.route(name, broadcast=self._plan.broadcast))
+        route = outlet.route(name, broadcast=self._plan.broadcast)
+        await outlet.declare(route)
+        return route.broadcast
 
     async def _close(self) -> None:
         stack, self._stack, self._subscription = self._stack, None, None
