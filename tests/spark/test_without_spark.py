@@ -1,0 +1,360 @@
+"""What Spark calls, called by hand: writers and sources on every backend, without a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import StructType
+
+from qkit import SyncQueueService
+from qkit.errors import ConfigError, InvalidBody, QueueNotFound, StorageError
+from qkit.message import new_id
+from qkit.native.readers import forget
+from qkit.spark import native_log, stage
+from qkit.spark.bodies import ids
+from qkit.spark.columns import Columns, columns_of
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import plan_of
+from qkit.spark.report import Report, page
+from qkit.spark.stage import Stage
+from qkit.spark.streaming import StreamReader
+from qkit.spark.writing import BatchWriter, Written
+
+BROKERS = ["redis", "rabbitmq", "native"]
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Options of a channel that is new, and gone afterwards."""
+    kind = request.param
+    chosen = {"channel": f"spark-{new_id()}", "type": kind}
+    if kind == "native":
+        chosen["path"] = str(tmp_path / "data")
+    else:
+        chosen["url"] = request.getfixturevalue(f"{kind}_url")
+    if kind == "redis":
+        chosen["mode"] = "list"
+    with service_of(chosen) as service:
+        yield chosen
+        for name in (chosen["channel"], service.settings.dead_letter_name(chosen["channel"])):
+            try:
+                service.delete(name)
+            except Exception:
+                continue  # not every test makes both
+
+
+@contextmanager
+def service_of(options: Mapping[str, str]) -> Iterator[SyncQueueService]:
+    with SyncQueueService(plan_of(options).settings) as service:
+        yield service
+
+
+def rows(files: list[list[str]]) -> list[dict[str, Any]]:
+    return [row for names in files for batch in stage.read(names) for row in batch.to_pylist()]
+
+
+def values(found: list[dict[str, Any]]) -> list[int]:
+    return [json.loads(row["value"]) for row in found]
+
+
+def let_go(crashed: Stage) -> None:
+    """What the end of its process would do."""
+    assert crashed._lock is not None
+    os.close(crashed._lock)
+
+
+class TestStage:
+    @pytest.mark.parametrize("options", BROKERS, indirect=True)
+    def test_batches_are_staged_acknowledged_and_removed_when_spark_is_done(
+        self, options: dict[str, str], tmp_path: Path
+    ) -> None:
+        directory = tmp_path / "stage"
+        with service_of(options) as service:
+            service.send_many(options["channel"], range(25), headers={"tenant": "acme"}, key="k")
+            source = Stage(plan_of({**options, "stage": str(directory), "consume": "true"}))
+            start = source.initial()
+            first = source.latest(start, 10)
+            assert values(rows(source.pieces(start, first))) == list(range(10))
+            assert len(list(directory.iterdir())) == 1
+            # Spark asks again for the same batch after a crash.
+            assert values(rows(source.pieces(start, first))) == list(range(10))
+            second = source.latest(first, None)
+            found = rows(source.pieces(first, second))
+            assert values(found) == list(range(10, 25))
+            assert dict(found[0]["headers"]) == {"tenant": "acme"}
+            assert (found[0]["key"], found[0]["attempt"]) == ("k", 1)
+            source.commit(second)
+            assert list(directory.iterdir()) == []
+            assert source.latest(second, None) == second
+            let_go(source)
+
+    @pytest.mark.parametrize("options", ["redis"], indirect=True)
+    def test_what_a_crash_left_comes_first_with_or_without_a_checkpoint(
+        self, options: dict[str, str], tmp_path: Path
+    ) -> None:
+        plan = plan_of({**options, "stage": str(tmp_path / "stage")})
+        with service_of(options) as service:
+            service.send_many(options["channel"], range(5))
+            crashed = Stage(plan)
+            start = crashed.initial()
+            end = crashed.latest(start, None)
+            assert service.stats(options["channel"]).depth == 0
+            let_go(crashed)
+            (tmp_path / "stage" / "00000009.arrow.tmp").write_bytes(b"cut short")
+            service.send(options["channel"], 5)
+            again = Stage(plan)
+            assert again.latest(start, None) == end
+            assert values(rows(again.pieces(start, end))) == list(range(5))
+            let_go(again)
+            anew = Stage(plan)
+            assert anew.initial() == start, "before what nobody has seen"
+            after = anew.latest(end, None)
+            assert values(rows(anew.pieces(end, after))) == [5]
+            with pytest.raises(StorageError, match="is missing"):
+                anew.pieces(start, after)
+            let_go(anew)
+
+    @pytest.mark.parametrize("options", ["redis"], indirect=True)
+    def test_a_stream_of_what_is_there_now_takes_no_more(
+        self, options: dict[str, str], tmp_path: Path
+    ) -> None:
+        with service_of(options) as service:
+            service.send_many(options["channel"], range(5))
+            source = Stage(plan_of({**options, "stage": str(tmp_path / "stage")}))
+            start = source.initial()
+            source.stop_here()
+            service.send_many(options["channel"], range(5, 10))
+            end = source.latest(start, None)
+            assert values(rows(source.pieces(start, end))) == list(range(5))
+            assert source.latest(end, None) == end
+            let_go(source)
+
+    def test_it_needs_a_directory_and_has_it_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        redis = {"channel": "orders", "type": "redis", "mode": "list", "url": "redis://x:1/0"}
+        with pytest.raises(ConfigError, match="option\\('stage'"):
+            StreamReader(plan_of(redis))
+        monkeypatch.setattr(stage, "PATIENCE", 0.1)
+        plan = plan_of({**redis, "stage": str(tmp_path / "stage")})
+        first = Stage(plan)
+        first.initial()
+        with pytest.raises(ConfigError, match="another stream"):
+            Stage(plan).initial()
+        let_go(first)
+
+
+class TestNativeLog:
+    def test_places_are_kept_from_the_first_look_on(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        plan = plan_of(options)
+        with service_of(options) as service:
+            service.send_many("orders", range(5))
+            source = NativeLog(plan)
+            start = source.initial()
+            assert [file.name for file in (tmp_path / "readers").iterdir()] == [start["reader"]]
+            end = source.latest(start, 3)
+            assert self.found(plan, source, start, end) == [0, 1, 2]
+            service.send("other", 1)
+            source.stop_here()
+            service.send("orders", 5)
+            rest = source.latest(end, None)
+            assert self.found(plan, source, end, rest) == [3, 4]
+            assert source.latest(rest, None) == rest
+            json.dumps(rest)
+            again = NativeLog(plan)
+            assert self.found(plan, again, end, rest) == [3, 4]
+            assert self.found(plan, again, rest, again.latest(rest, None)) == [5]
+            source.commit(rest)
+
+    def found(
+        self, plan: Any, source: NativeLog, start: dict[str, Any], end: dict[str, Any]
+    ) -> list[int]:
+        return [
+            json.loads(row["value"])
+            for piece in source.pieces(start, end)
+            for batch in native_log.read(plan, piece)
+            for row in batch.to_pylist()
+        ]
+
+    def test_one_whose_place_was_not_kept_says_so(self, tmp_path: Path) -> None:
+        plan = plan_of({"channel": "orders", "type": "native", "path": str(tmp_path)})
+        start = NativeLog(plan).initial()
+        forget(tmp_path, start["reader"])
+        with pytest.raises(StorageError, match="retention"):
+            NativeLog(plan).latest(start, None)
+
+    def test_dead_letters_are_a_stream_too(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        writer = BatchWriter(
+            plan_of({**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}),
+            Columns("row", ()),
+        )
+        batch = pa.RecordBatch.from_pylist([{"id": 1, "total": -1.0}])
+        writer.commit([writer.write(iter([batch]))])
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while not service.dead_letters("orders").list():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        plan = plan_of({**options, "dead_letters": "true"})
+        source = NativeLog(plan)
+        start = source.initial()
+        end = source.latest(start, None)
+        [row] = [
+            row
+            for piece in source.pieces(start, end)
+            for batch in native_log.read(plan, piece)
+            for row in batch.to_pylist()
+        ]
+        assert (row["reason"], row["channel"]) == ("Undecodable", "orders")
+
+
+class TestWriter:
+    @pytest.mark.parametrize("options", BROKERS, indirect=True)
+    def test_rows_reach_the_channel_and_the_dead_letters(self, options: dict[str, str]) -> None:
+        plan = plan_of(
+            {**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}
+        )
+        writer = BatchWriter(plan, Columns("row", ()))
+        batch = pa.RecordBatch.from_pylist(
+            [{"id": number, "total": -1.0 if number == 7 else 1.5} for number in range(1_100)]
+        )
+        written = writer.write(iter([batch]))
+        assert (written.rows, written.dead_letters) == (1_100, 1)
+        writer.commit([written])
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while (depth := self.depth(service, options["channel"])) < 1_099:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert depth == 1_099
+            [letter] = service.dead_letters(options["channel"]).list()
+            assert json.loads(letter.body) == {"id": 7, "total": -1.0}
+
+    def depth(self, service: SyncQueueService, channel: str) -> int:
+        with suppress(QueueNotFound):  # native takes bulk files in within a second
+            return service.stats(channel).depth
+        return 0
+
+    def test_only_the_parts_of_winning_attempts_count(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        writer = BatchWriter(plan_of(options), Columns("row", ()))
+        batch = pa.RecordBatch.from_pylist([{"id": 1}])
+        lost = writer.write(iter([batch]))
+        won = Written(lost.job, lost.staged, 1, 0, 0)
+        (tmp_path / "inbox" / f".{lost.staged}" / "00000000.seg").rename(
+            tmp_path / "inbox" / f".{lost.staged}" / "00000001.seg"
+        )
+        again = writer.write(iter([batch]))
+        assert again.part == 0
+        writer.commit([won, None])
+        [published] = (tmp_path / "inbox" / lost.job).iterdir()
+        assert published.name == "00000001.seg"
+
+    @pytest.mark.parametrize(("kind", "body"), [("text", None), ("struct", None), ("bytes", None)])
+    def test_a_message_needs_a_body(self, kind: Any, body: object, tmp_path: Path) -> None:
+        type_ = {"text": pa.string(), "bytes": pa.binary(), "struct": pa.struct([("a", pa.int8())])}
+        batch = pa.RecordBatch.from_arrays([pa.array([body], type_[kind])], names=["value"])
+        writer = BatchWriter(
+            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns(kind, ())
+        )
+        with pytest.raises(InvalidBody, match="needs a body"):
+            writer.write(iter([batch]))
+        assert list((tmp_path / "inbox").glob("*/*")) == []
+
+    def test_compressed_and_checked_text_is_sent_as_it_is(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "path": str(tmp_path), "compression": "gzip"}
+        plan = plan_of({**options, "model": "tests.spark.models:Order"})
+        batch = pa.RecordBatch.from_pylist([{"value": '{"id": 1, "total": 2}'}])
+        writer = BatchWriter(plan, Columns("text", ()))
+        writer.commit([writer.write(iter([batch]))])
+        source = NativeLog(plan_of(options))
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while "orders" not in service.queues():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        start = source.initial()
+        pieces = source.pieces(start, source.latest(start, None))
+        [row] = [
+            row
+            for piece in pieces
+            for found in native_log.read(plan_of(options), piece)
+            for row in found.to_pylist()
+        ]
+        assert row["value"] == b'{"id": 1, "total": 2}'
+        assert row["headers"] == []
+        with pytest.raises(InvalidBody, match="row 0 of partition 0"):
+            BatchWriter(plan, Columns("text", ())).write(
+                iter([pa.RecordBatch.from_pylist([{"value": "{}"}])])
+            )
+
+
+def test_columns_are_chosen_by_the_schema() -> None:
+    def schema(**types: str) -> StructType:
+        fields = [
+            {"name": name, "type": type_, "nullable": True, "metadata": {}}
+            for name, type_ in types.items()
+        ]
+        return StructType.fromJson({"type": "struct", "fields": fields})
+
+    assert columns_of(schema(id="long", key="string"), {}) == Columns("row", ())
+    assert columns_of(schema(id="long", who="string"), {"key": "who"}).metadata == (("key", "who"),)
+    assert columns_of(schema(value="string", ttl="decimal(10,2)"), {}) == Columns(
+        "text", (("ttl", "ttl"),)
+    )
+    for wrong, words in [
+        (schema(), "no columns"),
+        (schema(value="long"), "make it a struct"),
+        (schema(value="binary", headers="string"), "map<string,string>"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            columns_of(wrong, {})
+
+
+def test_decimals_are_seconds_too() -> None:
+    from decimal import Decimal
+
+    batch = pa.RecordBatch.from_pylist([{"value": "{}", "delay": Decimal("1.5")}])
+    [(body, options)] = Columns("text", (("delay", "delay"),)).rows(batch)
+    assert (body, options) == ("{}", {"delay": 1.5})
+
+
+def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkit.spark.bodies._ROWS", 2)
+    numbers = ids("job", 1, 1_700_000_000.0)
+    found = [next(numbers) for _ in range(4)]
+    assert found == sorted(set(found))
+    assert {len(id) for id in found} == {32}
+
+
+def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
+    hour = datetime(2026, 11, 16, 8, tzinfo=UTC)
+    report = Report(
+        channel="orders",
+        made_at=hour,
+        total=20,
+        first=hour,
+        last=hour + timedelta(hours=3),
+        by_reason=[("<script>alert(1)</script>", 20)],
+        by_error=[(f"Error{number}", 1) for number in range(20)],
+        by_attempts=[("3 attempts", 20)],
+        by_hour=[(hour, 5), (hour + timedelta(hours=3), 15)],
+        examples=[("0190", "Error0", "<b>", '{"id": 1}')],
+    )
+    text = page(report)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert text.count("<rect") == 2
+    assert "8 others" in text
+    assert "There are no dead letters" in page(Report(channel="orders", made_at=hour))
