@@ -51,7 +51,7 @@ DRIVERS = {
     "typer",
     "rich",
 }
-OWN_TOOLS = {"web": {"starlette"}, "cli": {"typer", "rich"}}
+OWN_TOOLS = {"web": {"starlette"}, "cli": {"typer", "rich"}, "spark": {"pyspark"}}
 TENACITY = {"retry"}
 
 
