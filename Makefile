@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down pipeline bench bench-check docs requirements clean
+.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -60,11 +60,19 @@ $(BENCH_STAMP): $(STAMP) requirements/bench.txt
 pipeline: setup ## Generate, publish, handle, archive and report 1,000,000 events; OPTIONS="--count 10000"
 	@PYTHONPATH=spark $(BIN)/python spark/pipeline.py $(OPTIONS)
 
-bench: $(BENCH_STAMP) ## Run the benchmarks and print their figures; OPTIONS="--only durable"
+bench: $(BENCH_STAMP) ## Run the native engine's benchmarks; OPTIONS="--only durable"
 	@$(BIN)/python -m benchmarks.native $(OPTIONS)
 
-bench-check: $(BENCH_STAMP) ## The same, and fail if a bar is missed without a waiver
+bench-brokers: $(BENCH_STAMP) ## Run those on RabbitMQ, Kafka and Redis; OPTIONS="--only redis"
+	@scripts/brokers run $(BIN)/python -m benchmarks.brokers $(OPTIONS)
+
+bench-spark: $(BENCH_STAMP) ## Run those of Spark; OPTIONS="--only kafka"
+	@scripts/brokers run $(BIN)/python -m benchmarks.spark $(OPTIONS)
+
+bench-check: $(BENCH_STAMP) ## All of them, and fail if a bar is missed without a waiver
 	@$(BIN)/python -m benchmarks.native --check $(OPTIONS)
+	@scripts/brokers run $(BIN)/python -m benchmarks.brokers --check $(OPTIONS)
+	@scripts/brokers run $(BIN)/python -m benchmarks.spark --check $(OPTIONS)
 
 docs: setup ## Run every example in the docs and docstrings, check links and requirements
 	$(BIN)/python -m pytest src tests/test_docs.py tests/test_requirements.py tests/examples

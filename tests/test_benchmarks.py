@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _measure, native
+from benchmarks import _measure, brokers, native
 from benchmarks._measure import Figure, Missing, Result, Scale, Suite, Waiver, judge, measure
 
 RATE = Figure("rate", "the more the better", 2.0)
@@ -117,7 +117,8 @@ def test_the_check_exits_1_for_a_missed_bar_and_writes_what_it_saw(
 
 
 def test_every_waiver_names_a_figure_and_says_why() -> None:
-    names = {figure.name for suite in native.SUITES for figure in suite.figures}
+    suites = (*native.SUITES, *brokers.SUITES)
+    names = {figure.name for suite in suites for figure in suite.figures}
     for name, waiver in _measure.waivers().items():
         assert name in names
         assert waiver.reason
@@ -129,3 +130,20 @@ def test_every_suite_of_the_native_engine_gives_its_figures(name: str, tmp_path:
     tiny = Scale(200, True, tmp_path)
     for found in measure([chosen], tiny, 1, say=lambda line: None):
         assert found.samples or found.note.endswith(("is not installed", "this tree yet"))
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("name", [suite.name for suite in brokers.SUITES])
+def test_every_suite_of_the_brokers_gives_its_figures(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    redis_url: str,
+    rabbitmq_url: str,
+    kafka_url: str,
+) -> None:
+    for broker, url in (("REDIS", redis_url), ("RABBITMQ", rabbitmq_url), ("KAFKA", kafka_url)):
+        monkeypatch.setenv(f"QKIT_TEST_{broker}_URL", url)
+    (chosen,) = [suite for suite in brokers.SUITES if suite.name == name]
+    for found in measure([chosen], Scale(500, True, tmp_path), 1, say=lambda line: None):
+        assert found.samples or found.note.endswith("is not installed")

@@ -1,0 +1,185 @@
+"""Kafka, beside aiokafka itself, FastStream and Repid."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic
+
+from benchmarks._in_memory import Order, peer
+from benchmarks._measure import Figure, Scale, Suite
+from benchmarks._service import (
+    IN_FLIGHT,
+    ORDER,
+    Countdown,
+    address,
+    concurrently,
+    consuming,
+    one_by_one,
+    order_bytes,
+    sending,
+    unique,
+)
+from qkit import Settings
+
+__all__ = ["SUITES"]
+
+
+def _settings() -> Settings:
+    return Settings(type="kafka", url=address("kafka"))
+
+
+@asynccontextmanager
+async def _topic(name: str) -> AsyncGenerator[str, None]:
+    """A topic of one partition, as qkit makes it."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=address("kafka"))
+    await admin.start()
+    try:
+        await admin.create_topics([NewTopic(name, 1, 1)])
+        yield name
+        await admin.delete_topics([name])
+    finally:
+        await admin.close()
+
+
+@asynccontextmanager
+async def _producer() -> AsyncGenerator[AIOKafkaProducer, None]:
+    producer = AIOKafkaProducer(
+        bootstrap_servers=address("kafka"), acks="all", enable_idempotence=True
+    )
+    await producer.start()
+    try:
+        yield producer
+    finally:
+        await producer.stop()
+
+
+async def _send(scale: Scale) -> Mapping[str, float]:
+    body, few = order_bytes(), max(100, scale.count // 20)
+    async with _topic(unique("send")) as name, _producer() as producer:
+
+        async def publish() -> None:
+            await producer.send_and_wait(name, ORDER.model_dump_json().encode())
+
+        await producer.send_and_wait(name, body)
+        raw_single = await one_by_one(few, publish)
+        raw_many = await concurrently(scale.count, publish)
+    name = unique("send")
+    async with sending(_settings(), name) as service:
+        single = await one_by_one(few, lambda: service.send(name, ORDER))
+        many = await concurrently(scale.count, lambda: service.send(name, ORDER))
+    return {
+        "kafka.send_one": single / raw_single,
+        "kafka.send": many / raw_many,
+        "kafka.send_rate": many,
+    }
+
+
+async def _fill(name: str, count: int, headers: list[tuple[str, bytes]] | None = None) -> None:
+    body = order_bytes()
+    async with _producer() as producer:
+        futures = [await producer.send(name, body, headers=headers) for _ in range(count)]
+        for future in futures:
+            await future
+
+
+async def _raw_consume(count: int) -> float:
+    """The practical limit that loses nothing: as many as there are, then one commit."""
+    countdown = Countdown(count)
+    async with _topic(unique("raw")) as name:
+        await _fill(name, count)
+        consumer = AIOKafkaConsumer(
+            name,
+            bootstrap_servers=address("kafka"),
+            group_id=unique("group"),
+            auto_offset_reset="earliest",
+            enable_auto_commit=False,
+        )
+        await consumer.start()
+        handled = 0
+        while handled < count:
+            for records in (await consumer.getmany(timeout_ms=500, max_records=500)).values():
+                for record in records:
+                    Order.model_validate_json(record.value)
+                    countdown.hit()
+                handled += len(records)
+            await consumer.commit()
+        await consumer.stop()
+    return await countdown.rate()
+
+
+async def _faststream(count: int) -> float:
+    """Its default, which commits by the clock and loses what it held."""
+    kafka = peer("faststream.kafka")
+    countdown = Countdown(count)
+    async with _topic(unique("faststream")) as name:
+        await _fill(name, count)
+        broker = kafka.KafkaBroker(address("kafka"), logger=None)
+
+        async def handle(order: Order) -> None:
+            countdown.hit()
+
+        broker.subscriber(name, group_id=unique("group"), auto_offset_reset="earliest")(handle)
+        await broker.start()
+        try:
+            return await countdown.rate()
+        finally:
+            await broker.stop()
+
+
+async def _repid(count: int) -> float:
+    repid = peer("repid")
+    countdown = Countdown(count)
+    async with _topic(unique("repid")) as name:
+        await _fill(name, count, [("topic", b"handle")])
+        server = repid.KafkaServer(address("kafka"), group_id=unique("group"))
+        application, router = repid.Repid(), repid.Router()
+        application.servers.register_server("default", server, is_default=True)
+
+        async def handle(id: int, total: float, note: str) -> None:
+            countdown.hit()
+
+        router.actor(channel=name, name="handle")(handle)
+        application.include_router(router)
+        async with server.connection():
+            await application.run_worker(messages_limit=count, register_signals=())
+            return countdown.rate_until_now()
+
+
+async def _consume(scale: Scale) -> Mapping[str, float]:
+    few = max(IN_FLIGHT, scale.count // 10)
+    raw = await _raw_consume(scale.count)
+    faststream = await _faststream(few)
+    repid = await _repid(few)
+    ours = await consuming(_settings(), unique("consume"), scale.count, prefetch=500)
+    return {
+        "kafka.consume": ours / raw,
+        "kafka.consume_faststream": ours / faststream,
+        "kafka.consume_repid": ours / repid,
+        "kafka.consume_rate": ours,
+    }
+
+
+SUITES = (
+    Suite(
+        "kafka.send",
+        (
+            Figure("kafka.send_one", "Kafka: one send at a time / aiokafka", 0.9),
+            Figure("kafka.send", "Kafka: 100 sends in flight / aiokafka", 0.7),
+            Figure("kafka.send_rate", "Kafka: 100 sends in flight", None, "/s"),
+        ),
+        _send,
+    ),
+    Suite(
+        "kafka.consume",
+        (
+            Figure("kafka.consume", "Kafka: consume / getmany of 500 with a commit", 0.25),
+            Figure("kafka.consume_faststream", "Kafka: consume / FastStream (lossy)", 4.0),
+            Figure("kafka.consume_repid", "Kafka: consume / Repid"),
+            Figure("kafka.consume_rate", "Kafka: consume", None, "/s"),
+        ),
+        _consume,
+    ),
+)

@@ -1,0 +1,197 @@
+"""RabbitMQ, beside aio-pika itself and FastStream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+
+import aio_pika
+from aio_pika.abc import AbstractIncomingMessage
+
+from benchmarks._in_memory import Order, peer
+from benchmarks._measure import Figure, Scale, Suite
+from benchmarks._service import (
+    ORDER,
+    PREFETCH,
+    Countdown,
+    address,
+    concurrently,
+    consuming,
+    latency,
+    middle,
+    one_by_one,
+    order_bytes,
+    sending,
+    unique,
+)
+from qkit import Settings
+
+__all__ = ["SUITES"]
+
+PERSISTENT = aio_pika.DeliveryMode.PERSISTENT
+
+
+def _settings() -> Settings:
+    return Settings(type="rabbitmq", url=address("rabbitmq"))
+
+
+async def _send(scale: Scale) -> Mapping[str, float]:
+    name, body = unique("send"), order_bytes()
+    count, few = scale.count // 2, max(100, scale.count // 20)
+    async with await aio_pika.connect(address("rabbitmq")) as connection:
+        channel = await connection.channel()
+        queue = await channel.declare_queue(name, durable=True)
+
+        async def publish() -> None:
+            message = aio_pika.Message(body, delivery_mode=PERSISTENT)
+            await channel.default_exchange.publish(message, name)
+
+        raw_single = await one_by_one(few, publish)
+        raw_many = await concurrently(count, publish)
+        await queue.delete(if_unused=False, if_empty=False)
+    name = unique("send")
+    async with sending(_settings(), name) as service:
+        single = await one_by_one(few, lambda: service.send(name, ORDER))
+        many = await concurrently(count, lambda: service.send(name, ORDER))
+    return {
+        "rabbitmq.send_one": single / raw_single,
+        "rabbitmq.send": many / raw_many,
+        "rabbitmq.send_rate": many,
+    }
+
+
+async def _fill(name: str, count: int) -> None:
+    body = order_bytes()
+    async with await aio_pika.connect(address("rabbitmq")) as connection:
+        channel = await connection.channel()
+        await channel.declare_queue(name, durable=True)
+        for _ in range(0, count, 100):
+            await asyncio.gather(
+                *(
+                    channel.default_exchange.publish(
+                        aio_pika.Message(body, delivery_mode=PERSISTENT), name
+                    )
+                    for _ in range(100)
+                )
+            )
+
+
+async def _delete(name: str) -> None:
+    async with await aio_pika.connect(address("rabbitmq")) as connection:
+        channel = await connection.channel()
+        await channel.queue_delete(name)
+
+
+async def _raw_consume(count: int) -> float:
+    """As most people write it: a callback that acknowledges each message."""
+    name, countdown = unique("raw"), Countdown(count)
+    await _fill(name, count)
+    async with await aio_pika.connect(address("rabbitmq")) as connection:
+        channel = await connection.channel()
+        await channel.set_qos(prefetch_count=PREFETCH)
+        queue = await channel.declare_queue(name, durable=True)
+
+        async def handle(message: AbstractIncomingMessage) -> None:
+            async with message.process():
+                Order.model_validate_json(message.body)
+            countdown.hit()
+
+        await queue.consume(handle)
+        rate = await countdown.rate()
+    await _delete(name)
+    return rate
+
+
+async def _faststream(count: int) -> float:
+    rabbit = peer("faststream.rabbit")
+    name, countdown = unique("faststream"), Countdown(count)
+    await _fill(name, count)
+    broker = rabbit.RabbitBroker(address("rabbitmq"), logger=None)
+    queue = rabbit.RabbitQueue(name, durable=True)
+
+    async def handle(order: Order) -> None:
+        countdown.hit()
+
+    broker.subscriber(queue, channel=rabbit.Channel(prefetch_count=PREFETCH))(handle)
+    await broker.start()
+    try:
+        return await countdown.rate()
+    finally:
+        await broker.stop()
+        await _delete(name)
+
+
+async def _consume(scale: Scale) -> Mapping[str, float]:
+    count = max(200, scale.count // 2 // 100 * 100)
+    raw = await _raw_consume(count)
+    faststream = await _faststream(max(200, count // 4 // 100 * 100))
+    ours = await consuming(_settings(), unique("consume"), count)
+    return {
+        "rabbitmq.consume": ours / raw,
+        "rabbitmq.consume_faststream": ours / faststream,
+        "rabbitmq.consume_rate": ours,
+    }
+
+
+async def _raw_latency(count: int) -> float:
+    name, body = unique("latency"), order_bytes()
+    arrived, seconds = asyncio.Event(), list[float]()
+    async with await aio_pika.connect(address("rabbitmq")) as connection:
+        channel = await connection.channel()
+        await channel.set_qos(prefetch_count=1)
+        queue = await channel.declare_queue(name, durable=True)
+
+        async def handle(message: AbstractIncomingMessage) -> None:
+            Order.model_validate_json(message.body)
+            arrived.set()
+            await message.ack()
+
+        await queue.consume(handle)
+        for _ in range(count):
+            started = time.perf_counter()
+            message = aio_pika.Message(body, delivery_mode=PERSISTENT)
+            await channel.default_exchange.publish(message, name)
+            await arrived.wait()
+            seconds.append(time.perf_counter() - started)
+            arrived.clear()
+            await asyncio.sleep(0.002)
+        await queue.delete(if_unused=False, if_empty=False)
+    return middle(seconds)
+
+
+async def _way(scale: Scale) -> Mapping[str, float]:
+    count = scale.of(500, 20)
+    raw = await _raw_latency(count)
+    ours = await latency(_settings(), unique("latency"), count)
+    return {"rabbitmq.latency": ours / raw, "rabbitmq.latency_p50": ours}
+
+
+SUITES = (
+    Suite(
+        "rabbitmq.send",
+        (
+            Figure("rabbitmq.send_one", "RabbitMQ: one send at a time / aio-pika", 0.9),
+            Figure("rabbitmq.send", "RabbitMQ: 100 sends in flight / aio-pika", 1.0),
+            Figure("rabbitmq.send_rate", "RabbitMQ: 100 sends in flight", None, "/s"),
+        ),
+        _send,
+    ),
+    Suite(
+        "rabbitmq.consume",
+        (
+            Figure("rabbitmq.consume", "RabbitMQ: consume / aio-pika", 1.3),
+            Figure("rabbitmq.consume_faststream", "RabbitMQ: consume / FastStream", 2.0),
+            Figure("rabbitmq.consume_rate", "RabbitMQ: consume", None, "/s"),
+        ),
+        _consume,
+    ),
+    Suite(
+        "rabbitmq.latency",
+        (
+            Figure("rabbitmq.latency", "RabbitMQ: latency p50 / aio-pika", 1.25, at_most=True),
+            Figure("rabbitmq.latency_p50", "RabbitMQ: latency p50", None, "ms"),
+        ),
+        _way,
+    ),
+)

@@ -1,0 +1,287 @@
+"""Redis lists and pub/sub, beside redis-py itself, FastStream and Repid."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+
+from benchmarks._in_memory import Order, peer
+from benchmarks._measure import Figure, Scale, Suite
+from benchmarks._service import (
+    ORDER,
+    PREFETCH,
+    Countdown,
+    address,
+    concurrently,
+    consuming,
+    latency,
+    middle,
+    one_by_one,
+    order_bytes,
+    sending,
+    service_of,
+    unique,
+)
+from qkit import Settings, consume
+
+__all__ = ["SUITES"]
+
+
+def _client() -> Any:
+    """redis-py; its types leave open whether a command is awaited, and what it answers."""
+    return Redis.from_url(address("redis"))
+
+
+def _settings(mode: str = "list") -> Settings:
+    return Settings(type="redis", mode=mode, url=address("redis"))  # type: ignore[arg-type]  # one of two
+
+
+async def _send(scale: Scale) -> Mapping[str, float]:
+    name, body = unique("send"), order_bytes()
+    few = max(100, scale.count // 10)
+    async with _client() as raw:
+        raw_single = await one_by_one(few, lambda: raw.rpush(name, body))
+        raw_many = await concurrently(few, lambda: raw.rpush(name, body))
+        started = time.perf_counter()
+        for _ in range(scale.count // 500):
+            pipeline = raw.pipeline(transaction=False)
+            for _ in range(500):
+                pipeline.rpush(name, body)
+            await pipeline.execute()
+        raw_pipeline = scale.count / (time.perf_counter() - started)
+        await raw.delete(name)
+    async with sending(_settings(), unique("send")) as service:
+        single = await one_by_one(few, lambda: service.send(name, ORDER))
+        many = await concurrently(scale.count, lambda: service.send(name, ORDER))
+        started = time.perf_counter()
+        await service.send_many(name, [ORDER] * scale.count)
+        bulk = scale.count / (time.perf_counter() - started)
+        await service.delete(name)
+    return {
+        "redis.send_one": single / raw_single,
+        "redis.send": many / raw_many,
+        "redis.send_many": bulk / raw_pipeline,
+        "redis.send_rate": many,
+    }
+
+
+async def _raw_streams(count: int) -> float:
+    """The practical limit of redis-py that loses nothing: groups of a hundred, read and acked."""
+    name, body = unique("stream"), order_bytes()
+    countdown = Countdown(count)
+    async with _client() as raw:
+        pipeline = raw.pipeline(transaction=False)
+        for _ in range(count):
+            pipeline.xadd(name, {"body": body})
+        await pipeline.execute()
+        await raw.xgroup_create(name, "g", "0")
+        handled = 0
+        while handled < count:
+            answer = await raw.xreadgroup("g", "c", {name: ">"}, count=PREFETCH)
+            entries = answer[0][1]
+            for _, fields in entries:
+                Order.model_validate_json(fields[b"body"])
+                countdown.hit()
+            await raw.xack(name, "g", *(entry for entry, _ in entries))
+            handled += len(entries)
+        await raw.delete(name)
+    return await countdown.rate()
+
+
+async def _faststream(count: int) -> float:
+    """A list; what it holds when it dies is lost."""
+    redis = peer("faststream.redis")
+    name, countdown = unique("faststream"), Countdown(count)
+    broker = redis.RedisBroker(address("redis"), logger=None)
+
+    async def handle(order: Order) -> None:
+        countdown.hit()
+
+    broker.subscriber(list=name)(handle)
+    await _fill(name, count)
+    await broker.start()
+    try:
+        return await countdown.rate()
+    finally:
+        await broker.stop()
+
+
+async def _repid(count: int) -> float:
+    """A stream, acknowledged one by one."""
+    repid = peer("repid")
+    name, countdown = unique("repid"), Countdown(count)
+    server = repid.RedisServer(address("redis"), batch_size=PREFETCH)
+    application, router = repid.Repid(), repid.Router()
+    application.servers.register_server("default", server, is_default=True)
+
+    async def handle(id: int, total: float, note: str) -> None:
+        countdown.hit()
+
+    router.actor(channel=name, name="handle")(handle)
+    application.include_router(router)
+    async with server.connection():
+        for _ in range(count // 100):
+            await asyncio.gather(
+                *(
+                    application.send_message_json(
+                        channel=name, payload=ORDER.model_dump(), headers={"topic": "handle"}
+                    )
+                    for _ in range(100)
+                )
+            )
+        await application.run_worker(messages_limit=count, register_signals=())
+        return countdown.rate_until_now()
+
+
+async def _fill(name: str, count: int) -> None:
+    body = order_bytes()
+    async with _client() as raw:
+        pipeline = raw.pipeline(transaction=False)
+        for _ in range(count):
+            pipeline.rpush(name, body)
+        await pipeline.execute()
+
+
+async def _consume(scale: Scale) -> Mapping[str, float]:
+    few = max(200, scale.count // 10)
+    faststream = await _faststream(few)
+    repid = await _repid(few)
+    streams = await _raw_streams(scale.count)
+    ours = await consuming(_settings(), unique("consume"), scale.count)
+    return {
+        "redis.consume_faststream": ours / faststream,
+        "redis.consume_repid": ours / repid,
+        "redis.consume": ours / streams,
+        "redis.consume_rate": ours,
+    }
+
+
+async def _raw_latency(count: int) -> float:
+    name, body = unique("latency"), order_bytes()
+    arrived, seconds = asyncio.Event(), list[float]()
+    async with _client() as raw, asyncio.TaskGroup() as tasks:
+
+        async def read() -> None:
+            for _ in range(count):
+                _, content = await raw.blpop([name])
+                Order.model_validate_json(content)
+                arrived.set()
+
+        tasks.create_task(read(), name="reader")
+        for _ in range(count):
+            started = time.perf_counter()
+            await raw.rpush(name, body)
+            await arrived.wait()
+            seconds.append(time.perf_counter() - started)
+            arrived.clear()
+            await asyncio.sleep(0.002)
+    return middle(seconds)
+
+
+async def _way(scale: Scale) -> Mapping[str, float]:
+    count = scale.of(500, 20)
+    raw = await _raw_latency(count)
+    ours = await latency(_settings(), unique("latency"), count)
+    return {"redis.latency": ours / raw, "redis.latency_p50": ours}
+
+
+async def _pubsub_sample(name: str) -> bytes:
+    """A message as qkit publishes it."""
+    async with _client() as raw, raw.pubsub() as subscriber:
+        await subscriber.subscribe(name)
+        async with service_of(_settings("pubsub")) as service:
+            await service.publish(name, ORDER)
+            while True:
+                message = await subscriber.get_message(timeout=5)
+                assert message is not None
+                if message["type"] == "message":
+                    return bytes(message["data"])
+
+
+async def _broadcast(name: str, content: bytes, count: int) -> None:
+    async with _client() as raw:
+        for _ in range(count // 500 or 1):
+            pipeline = raw.pipeline(transaction=False)
+            for _ in range(min(500, count)):
+                pipeline.publish(name, content)
+            await pipeline.execute()
+
+
+async def _raw_pubsub(count: int) -> float:
+    name, countdown = unique("pubsub"), Countdown(count)
+    async with _client() as raw, raw.pubsub() as subscriber:
+        await subscriber.subscribe(name)
+
+        async def read() -> None:
+            async for message in subscriber.listen():
+                if message["type"] == "message":
+                    Order.model_validate_json(message["data"])
+                    countdown.hit()
+
+        reading = asyncio.create_task(read(), name="reader")
+        await asyncio.sleep(0.05)
+        await _broadcast(name, order_bytes(), count)
+        rate = await countdown.rate()
+        reading.cancel()
+        await asyncio.wait([reading])
+    return rate
+
+
+async def _pubsub(scale: Scale) -> Mapping[str, float]:
+    count = max(500, scale.count // 500 * 500)
+    raw = await _raw_pubsub(count)
+    name, countdown = unique("pubsub"), Countdown(count)
+    content = await _pubsub_sample(name)
+
+    @consume(name, broadcast=True)
+    async def handle(order: Order) -> None:
+        countdown.hit()
+
+    async with service_of(_settings("pubsub"), handle):
+        await _broadcast(name, content, count)
+        ours = await countdown.rate()
+    return {"pubsub.consume": ours / raw, "pubsub.consume_rate": ours}
+
+
+SUITES = (
+    Suite(
+        "redis.send",
+        (
+            Figure("redis.send_one", "Redis list: one send at a time / RPUSH", 0.9),
+            Figure("redis.send", "Redis list: 100 sends in flight / 100 RPUSH", 6.0),
+            Figure("redis.send_many", "Redis list: send_many / pipelines of 500", 0.5),
+            Figure("redis.send_rate", "Redis list: 100 sends in flight", None, "/s"),
+        ),
+        _send,
+    ),
+    Suite(
+        "redis.consume",
+        (
+            Figure("redis.consume_faststream", "Redis list: consume / FastStream (lossy)", 12.0),
+            Figure("redis.consume_repid", "Redis list: consume / Repid on streams", 6.0),
+            Figure("redis.consume", "Redis list: consume / batched streams", 1.0),
+            Figure("redis.consume_rate", "Redis list: consume", None, "/s"),
+        ),
+        _consume,
+    ),
+    Suite(
+        "redis.latency",
+        (
+            Figure("redis.latency", "Redis list: latency p50 / BLPOP", 1.25, "×", at_most=True),
+            Figure("redis.latency_p50", "Redis list: latency p50", None, "ms"),
+        ),
+        _way,
+    ),
+    Suite(
+        "pubsub",
+        (
+            Figure("pubsub.consume", "Redis pub/sub: consume / redis-py's loop", 0.6),
+            Figure("pubsub.consume_rate", "Redis pub/sub: consume", None, "/s"),
+        ),
+        _pubsub,
+    ),
+)

@@ -1,0 +1,161 @@
+"""What the brokers' benchmarks time of qkit: sends, handled messages, the way of one message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from benchmarks._in_memory import Order
+from benchmarks._measure import Missing
+from qkit import QueueService, Settings, consume
+
+__all__ = [
+    "IN_FLIGHT",
+    "ORDER",
+    "PREFETCH",
+    "Countdown",
+    "address",
+    "concurrently",
+    "consuming",
+    "latency",
+    "middle",
+    "one_by_one",
+    "order_bytes",
+    "sending",
+    "service_of",
+    "unique",
+]
+
+IN_FLIGHT = 100
+PREFETCH = 100
+ORDER = Order(id=1, total=9.5)
+
+
+def address(broker: str) -> str:
+    """Where the broker is, from what ``scripts/brokers`` says."""
+    url = os.environ.get(f"QKIT_TEST_{broker.upper()}_URL")
+    if not url:
+        raise Missing(f"no {broker}: run it with scripts/brokers run")
+    return url
+
+
+def unique(name: str) -> str:
+    """A name that no other run uses: what is left of a former one must not be consumed."""
+    return f"bench-{name}-{uuid.uuid4().hex[:8]}"
+
+
+def order_bytes() -> bytes:
+    """The body that all send."""
+    return ORDER.model_dump_json().encode()
+
+
+class Countdown:
+    """Times handled messages from the first to the last: joining a group is not their cost."""
+
+    def __init__(self, count: int) -> None:
+        self._count = self._left = count
+        self._done = asyncio.Event()
+        self._started = self._ended = 0.0
+
+    def hit(self, number: int = 1) -> None:
+        """So many more were handled."""
+        if self._left == self._count:
+            self._started = time.perf_counter()
+        self._left -= number
+        if self._left <= 0:
+            self._ended = time.perf_counter()
+            self._done.set()
+
+    async def rate(self) -> float:
+        """Messages a second, once the last was handled."""
+        async with asyncio.timeout(300):  # a benchmark that stands still must say so
+            await self._done.wait()
+        return self._count / (self._ended - self._started)
+
+    def rate_until_now(self) -> float:
+        """Messages a second, for a worker that has just ended after its last acknowledgement."""
+        return self._count / (time.perf_counter() - self._started)
+
+
+async def one_by_one(count: int, send: Callable[[], Awaitable[object]]) -> float:
+    """Messages a second, each awaited before the next."""
+    started = time.perf_counter()
+    for _ in range(count):
+        await send()
+    return count / (time.perf_counter() - started)
+
+
+async def concurrently(count: int, send: Callable[[], Awaitable[object]]) -> float:
+    """Messages a second with a hundred in flight."""
+
+    async def some() -> None:
+        for _ in range(count // IN_FLIGHT):
+            await send()
+
+    started = time.perf_counter()
+    await asyncio.gather(*(some() for _ in range(IN_FLIGHT)))
+    return count // IN_FLIGHT * IN_FLIGHT / (time.perf_counter() - started)
+
+
+def middle(seconds: list[float]) -> float:
+    """The median, in milliseconds."""
+    return 1000 * statistics.median(seconds)
+
+
+def service_of(settings: Settings, *handlers: object) -> QueueService:
+    """A service with its handlers registered."""
+    service = QueueService(settings)
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+@asynccontextmanager
+async def sending(settings: Settings, name: str) -> AsyncGenerator[QueueService, None]:
+    """A service that only sends, its channel declared."""
+    async with service_of(settings) as service:
+        await service.send(name, ORDER)
+        await service.purge(name)
+        yield service
+        await service.delete(name)
+
+
+async def consuming(settings: Settings, name: str, count: int, prefetch: int = PREFETCH) -> float:
+    """Messages a second that a typed handler gets, each acknowledged; the queue is full before."""
+    countdown = Countdown(count)
+
+    @consume(name, prefetch=prefetch)
+    async def handle(order: Order) -> None:
+        countdown.hit()
+
+    async with service_of(settings) as service:
+        await service.send_many(name, [ORDER] * count)
+    async with service_of(settings, handle) as service:
+        rate = await countdown.rate()
+        await service.delete(name)
+    return rate
+
+
+async def latency(settings: Settings, name: str, count: int) -> float:
+    """From the call of ``send`` to the handler, one message at a time; median in milliseconds."""
+    arrived = asyncio.Event()
+
+    @consume(name)
+    async def handle(order: Order) -> None:
+        arrived.set()
+
+    seconds: list[float] = []
+    async with service_of(settings, handle) as service:
+        for _ in range(count):
+            started = time.perf_counter()
+            await service.send(name, ORDER)
+            await arrived.wait()
+            seconds.append(time.perf_counter() - started)
+            arrived.clear()
+            await asyncio.sleep(0.002)
+    return middle(seconds)
