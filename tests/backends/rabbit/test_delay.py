@@ -168,6 +168,24 @@ async def test_a_cascade_that_somebody_broke_is_mended_by_the_next_send(
         assert delivery.envelope.id == "b"
 
 
+async def test_a_cascade_that_is_of_another_kind_is_refused_by_name(
+    rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qkit.backends.rabbit.delay.DELAY", f"{name}.delay")
+    await raw.queue_declare(f"{name}.delay.02", durable=True)
+    backend = RabbitMQBackend(rabbitmq_url)
+    await backend.start()
+    await backend.declare(QueueSpec(name=name))
+    for _ in range(3):
+        later = SystemClock().time() + 5
+        with pytest.raises(ConfigError, match=r"delay\.02' exists with another x-"):
+            await backend.publish(name, [Envelope("a", b"x", not_before=later)])
+    await backend.aclose()
+    for queue in (name, *(f"{name}.delay.{level:02d}" for level in range(LEVELS))):
+        await raw.queue_delete(queue)
+        await raw.exchange_delete(queue)
+
+
 async def test_passive_makes_no_cascade(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

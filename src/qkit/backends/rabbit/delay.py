@@ -12,11 +12,13 @@ what had moved in the last two seconds.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any, Final
 
 from aiormq import Channel
 from aiormq.abc import DeliveredMessage
+from aiormq.exceptions import ChannelInvalidStateError
 
 from qkit.backends.rabbit.connection import Link
 from qkit.backends.rabbit.topology import (
@@ -57,6 +59,16 @@ class Cascade:
 
     async def declare(self, channel: Channel) -> None:
         """Make sure that it is there; nothing waits for an answer but the last call."""
+        try:
+            await self._declare(channel)
+        except ChannelInvalidStateError:
+            reason = await asyncio.wait_for(_why_closed(channel), timeout=1.0)
+            if reason is None:
+                raise
+            raise reason from None
+        self.ready = True
+
+    async def _declare(self, channel: Channel) -> None:
         for number in range(LEVELS):
             level = self.level(number)
             below = self.level(number - 1) if number else EXIT
@@ -68,7 +80,6 @@ class Cascade:
             await channel.queue_bind(level, level, f"{above}1.#", nowait=True)
             await channel.exchange_bind(below, level, f"{above}0.#", nowait=True)
         await self.check(channel)
-        self.ready = True
 
     async def check(self, channel: Channel) -> None:
         """Raise if its highest level is not there."""
@@ -107,6 +118,14 @@ class Cascade:
                             await reading.basic_ack(tag, wait=False)
                             swept += 1
         return swept
+
+
+async def _why_closed(channel: Channel) -> Exception | None:
+    """What the broker said when it closed the channel: whoever comes after that hears nothing."""
+    driver: Any = channel  # some of its attributes have no types
+    (closing,), _ = await asyncio.wait({driver.closing})
+    error = None if closing.cancelled() else closing.exception()
+    return error if isinstance(error, Exception) else None
 
 
 def _target(message: DeliveredMessage) -> str:

@@ -1,0 +1,247 @@
+"""RabbitMQ killed, frozen and cut off: nothing confirmed is lost, and consuming goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from qkit import QueueService, Settings, consume
+from qkit.backend import QueueSpec
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.clock import SystemClock
+from qkit.errors import BackendUnavailable, QueueError, SendTimeout, SubscriptionLost
+from qkit.message import Envelope
+from tests.support.private_brokers import PrivateBroker
+from tests.support.proxy import Proxy
+from tests.support.rabbitmq import bare_channel, consumers, declare, is_, spec
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def proxy(private_rabbitmq: PrivateBroker) -> Iterator[Proxy]:
+    with Proxy(private_rabbitmq.port) as proxy:
+        yield proxy
+
+
+def through(proxy: Proxy) -> str:
+    return f"amqp://guest:guest@127.0.0.1:{proxy.port}/"
+
+
+async def collect(
+    backend: RabbitMQBackend, name: str, wanted: set[str], within: float = 60.0
+) -> list[str]:
+    """Consume until all that is wanted has come, and for a moment longer."""
+    got: list[str] = []
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(within) as limit:
+            while True:
+                with contextlib.suppress(QueueError):  # a broker that just came back is slow
+                    async with backend.subscribe(spec(name, prefetch=500)) as subscription:
+                        while True:
+                            for delivery in await subscription.receive(500):
+                                got.append(delivery.envelope.id)
+                                await subscription.ack(delivery)
+                            if wanted <= set(got):
+                                limit.reschedule(asyncio.get_running_loop().time() + 1)
+                await asyncio.sleep(0.2)
+    return got
+
+
+async def kill_while_messages_wait(broker: PrivateBroker, *, quorum: bool, count: int) -> None:
+    """Delayed messages and a retry are in the cascade when kill -9 comes."""
+    name = f"k-{uuid.uuid4().hex[:8]}"
+    backend = RabbitMQBackend(broker.url, quorum=quorum)
+    await backend.start()
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("retried", b"x")])
+    async with backend.subscribe(spec(name, prefetch=1)) as subscription:
+        (delivery,) = await subscription.receive(1)
+        await subscription.release(delivery, 3.0)
+    begun, spread = SystemClock().time() + 0.5, 4.0 + count / 1000
+    due = {str(number): begun + spread * number / count for number in range(count)}
+    for start in range(0, count, 500):
+        some = list(due)[start : start + 500]
+        await backend.publish(name, [Envelope(id, b"x", not_before=due[id]) for id in some])
+    await asyncio.sleep(0.3)
+    with broker.killed():
+        pass
+
+    wanted = {*due, "retried"}
+    # What the broker was just moving it moves again after three minutes.
+    got = await collect(backend, name, wanted, within=230)
+    print(f"{len(got) - len(set(got))} duplicates of {len(wanted)}")
+    assert set(got) == wanted, f"lost {len(wanted - set(got))}"
+    await backend.delete(name)
+    await backend.aclose()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("quorum", [False, True], ids=["classic", "quorum"])
+async def test_nothing_is_lost_when_the_broker_is_killed_while_messages_wait(
+    private_rabbitmq: PrivateBroker, quorum: bool
+) -> None:
+    await kill_while_messages_wait(private_rabbitmq, quorum=quorum, count=500)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize("quorum", [False, True], ids=["classic", "quorum"])
+async def test_nothing_of_much_is_lost_when_the_broker_is_killed_while_messages_wait(
+    private_rabbitmq: PrivateBroker, quorum: bool
+) -> None:
+    for _ in range(3):
+        await kill_while_messages_wait(private_rabbitmq, quorum=quorum, count=5_000)
+
+
+@pytest.mark.parametrize("quorum", [False, True], ids=["classic", "quorum"])
+async def test_what_was_confirmed_survives_a_kill(
+    private_rabbitmq: PrivateBroker, quorum: bool
+) -> None:
+    name = f"c-{uuid.uuid4().hex[:8]}"
+    backend = RabbitMQBackend(private_rabbitmq.url, quorum=quorum)
+    await backend.start()
+    await declare(backend, name)
+    confirmed: set[str] = set()
+    stop = asyncio.Event()
+
+    async def send() -> None:
+        number = 0
+        while not stop.is_set():
+            batch = [Envelope(f"{number}-{n}", b"x" * 100) for n in range(20)]
+            number += 1
+            with contextlib.suppress(QueueError, TimeoutError):
+                async with asyncio.timeout(5):
+                    confirmed.update(sent.message_id for sent in await backend.publish(name, batch))
+            await asyncio.sleep(0)
+
+    sending = asyncio.create_task(send())
+    await eventually(lambda: len(confirmed) > 200)
+    with private_rabbitmq.killed():
+        stop.set()
+    await sending
+    got = await collect(backend, name, confirmed)
+    assert confirmed <= set(got), f"lost {len(confirmed - set(got))} of {len(confirmed)}"
+    await backend.delete(name)
+    await backend.aclose()
+
+
+@pytest.mark.parametrize("fault", ["reset", "half_close", "refuse", "black_hole", "forgotten"])
+async def test_a_service_consumes_again_after_the_network_failed(
+    private_rabbitmq: PrivateBroker, proxy: Proxy, fault: str
+) -> None:
+    name = f"n-{uuid.uuid4().hex[:8]}"
+    got: list[int] = []
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.append(number)
+
+    service = QueueService(Settings(type="rabbitmq", url=through(proxy)))
+    service.register(handle)
+    direct = QueueService(Settings(type="rabbitmq", url=private_rabbitmq.url))
+    async with service, direct, bare_channel(private_rabbitmq.url) as raw:
+        await service.send(name, 0)
+        await eventually(lambda: got == [0])
+        getattr(proxy, fault if fault != "forgotten" else "black_hole")()
+        await direct.send(name, 1)
+        await asyncio.sleep(0.5)
+        proxy.heal(forget=fault == "forgotten")
+        healed = time.monotonic()
+        await eventually(lambda: 1 in got, within=40)
+        await eventually(lambda: is_(consumers(raw, name), 1), within=40)
+        print(f"{fault}: consuming again {time.monotonic() - healed:.1f} s after it healed")
+        await eventually(lambda: service.ready)
+
+        async def sent() -> bool:
+            with contextlib.suppress(QueueError):
+                await service.send(name, 2)
+                return True
+            return False
+
+        await eventually(sent, within=40)
+        await eventually(lambda: 2 in got)
+
+
+async def test_a_send_into_a_black_hole_ends_in_time_and_the_next_works(
+    private_rabbitmq: PrivateBroker, proxy: Proxy
+) -> None:
+    name = f"b-{uuid.uuid4().hex[:8]}"
+    settings = Settings(
+        type="rabbitmq",
+        url=through(proxy),
+        send_timeout=1.0,
+        breaker={"failure_threshold": 1_000},  # it would rest for half a minute
+    )
+    async with QueueService(settings) as service:
+        await service.send(name, "before")
+        proxy.black_hole()
+        begun = time.monotonic()
+        with pytest.raises((SendTimeout, BackendUnavailable)):
+            await service.send(name, "lost")
+        assert time.monotonic() - begun < 10
+        proxy.heal(forget=True)
+
+        async def sent() -> bool:
+            with contextlib.suppress(QueueError):
+                await service.send(name, "after")
+                return True
+            return False
+
+        await eventually(sent, within=40)
+        bodies = {message.body for message in await service.peek(name, 10)}
+        assert {b'"before"', b'"after"'} <= bodies
+
+
+async def test_a_frozen_broker_is_noticed_and_consuming_goes_on_afterwards(
+    private_rabbitmq: PrivateBroker,
+) -> None:
+    name = f"f-{uuid.uuid4().hex[:8]}"
+    got: list[int] = []
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.append(number)
+
+    service = QueueService(Settings(type="rabbitmq", url=private_rabbitmq.url))
+    service.register(handle)
+    async with service:
+        await service.send(name, 0)
+        await eventually(lambda: got == [0])
+        with private_rabbitmq.frozen():
+            await eventually(lambda: not service.ready, within=20)
+            await asyncio.sleep(6)
+        await eventually(lambda: service.ready, within=40)
+
+        async def sent() -> bool:
+            with contextlib.suppress(QueueError):
+                await service.send(name, 1)
+                return True
+            return False
+
+        await eventually(sent, within=60)
+        await eventually(lambda: 1 in got)
+
+
+async def test_a_connection_that_an_operator_closed_ends_the_subscription(
+    private_rabbitmq: PrivateBroker, proxy: Proxy
+) -> None:
+    name = f"o-{uuid.uuid4().hex[:8]}"
+    backend = RabbitMQBackend(through(proxy))
+    await backend.start()
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.1)
+        proxy.reset()
+        with pytest.raises(SubscriptionLost):
+            async with asyncio.timeout(10):
+                await receiving
+    async with backend.subscribe(spec(name)):
+        pass  # a new connection, without a word from anybody
+    await backend.delete(name)
+    await backend.aclose()
