@@ -17,6 +17,7 @@ from benchmarks._service import (
     address,
     concurrently,
     consuming,
+    consuming_batches,
     one_by_one,
     order_bytes,
     sending,
@@ -154,10 +155,12 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     faststream = await _faststream(few)
     repid = await _repid(few)
     ours = await consuming(_settings(), unique("consume"), scale.count, prefetch=500)
+    batches = await consuming_batches(_settings(), unique("batches"), scale.count, 100)
     return {
         "kafka.consume": ours / raw,
         "kafka.consume_faststream": ours / faststream,
         "kafka.consume_repid": ours / repid,
+        "kafka.batches": batches / ours,
         "kafka.consume_rate": ours,
     }
 
@@ -178,6 +181,7 @@ SUITES = (
             Figure("kafka.consume", "Kafka: consume / getmany of 500 with a commit", 0.25),
             Figure("kafka.consume_faststream", "Kafka: consume / FastStream (lossy)", 4.0),
             Figure("kafka.consume_repid", "Kafka: consume / Repid"),
+            Figure("kafka.batches", "Kafka: a handler of batches of 100 / one of messages"),
             Figure("kafka.consume_rate", "Kafka: consume", None, "/s"),
         ),
         _consume,

@@ -22,6 +22,7 @@ __all__ = [
     "address",
     "concurrently",
     "consuming",
+    "consuming_batches",
     "latency",
     "middle",
     "one_by_one",
@@ -132,6 +133,22 @@ async def consuming(settings: Settings, name: str, count: int, prefetch: int = P
     @consume(name, prefetch=prefetch)
     async def handle(order: Order) -> None:
         countdown.hit()
+
+    async with service_of(settings) as service:
+        await service.send_many(name, [ORDER] * count)
+    async with service_of(settings, handle) as service:
+        rate = await countdown.rate()
+        await service.delete(name)
+    return rate
+
+
+async def consuming_batches(settings: Settings, name: str, count: int, size: int) -> float:
+    """The same with a handler that takes a list."""
+    countdown = Countdown(count)
+
+    @consume(name, batch_size=size, batch_wait=0.1)
+    async def handle(orders: list[Order]) -> None:
+        countdown.hit(len(orders))
 
     async with service_of(settings) as service:
         await service.send_many(name, [ORDER] * count)
