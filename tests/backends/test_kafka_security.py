@@ -1,4 +1,4 @@
-"""Kafka with logins and certificates: SASL by PLAIN and SCRAM, TLS, and what is said when it fails."""
+"""Kafka with logins and certificates: PLAIN, SCRAM and TLS, and what is said when they fail."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ def add_scram_user(url: str) -> None:
     """The tool of Kafka's distribution is not among the server's jars; its protocol is plain."""
     import asyncio
     import hashlib
-    import hmac
 
     from aiokafka import AIOKafkaClient
     from aiokafka.protocol.api import RequestStruct, Response
@@ -116,7 +115,7 @@ def add_scram_user(url: str) -> None:
         TaggedFields,
     )
 
-    class Answer(Response):
+    class Answer(Response):  # type: ignore[misc]  # the driver has no types
         API_KEY = 51
         API_VERSION = 0
         SCHEMA = Schema(
@@ -133,7 +132,7 @@ def add_scram_user(url: str) -> None:
             ("tags", TaggedFields),
         )
 
-    class Struct(RequestStruct):
+    class Struct(RequestStruct):  # type: ignore[misc]  # the driver has no types
         API_KEY = 51
         API_VERSION = 0
         FLEXIBLE_VERSION = True
@@ -160,21 +159,22 @@ def add_scram_user(url: str) -> None:
         )
 
     class Request:
-        def prepare(self, versions: Any) -> Any:
+        def __init__(self, mechanism: int, kind: str) -> None:
             salt = b"0123456789abcdef"
-            rows = []
-            for number, kind in ((1, "sha256"), (2, "sha512")):
-                salted = hashlib.pbkdf2_hmac(kind, CANARY.encode(), salt, 4096)
-                rows.append(("me", number, 4096, salt, salted, {}))
-            assert hmac
-            return Struct([], rows, {})
+            salted = hashlib.pbkdf2_hmac(kind, CANARY.encode(), salt, 4096)
+            self._row: tuple[object, ...] = ("me", mechanism, 4096, salt, salted, {})
+
+        def prepare(self, versions: Any) -> Any:
+            return Struct([], [self._row], {})
 
     async def add() -> None:
         client = AIOKafkaClient(bootstrap_servers=url)
         await client.bootstrap()
         try:
-            answer = await client.send(client.get_random_node(), Request())
-            assert [result[1] for result in answer.results] == [0, 0] or not answer.results[0][1]
+            for mechanism, kind in ((1, "sha256"), (2, "sha512")):
+                request = Request(mechanism, kind)
+                answer = await client.send(client.get_random_node(), request)
+                assert [result[1] for result in answer.results] == [0]
         finally:
             await client.close()
 

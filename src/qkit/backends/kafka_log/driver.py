@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from typing import Any, Final
 
@@ -68,6 +69,15 @@ EARLIEST: Final = -2
 LATEST: Final = -1
 CLOSING: Final = 5.0  # seconds for a client to say goodbye; then its tasks are cancelled
 FORCED: Final = 1.0
+
+
+def _holds_no_secret(record: logging.LogRecord) -> bool:
+    """The driver logs every request at DEBUG, the one with the password too."""
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    return not any(type(item).__name__.startswith("SaslAuthenticate") for item in arguments)
+
+
+logging.getLogger("aiokafka.conn").addFilter(_holds_no_secret)
 
 
 def partition_of(key: bytes, partitions: int) -> int:
