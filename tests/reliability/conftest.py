@@ -21,9 +21,11 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture(scope="session")
-def servers(workers: Workers) -> Iterator[Servers]:
-    """Private servers, each started for the first test that needs it."""
-    servers = Servers(workers)
+def servers(workers: Workers, request: pytest.FixtureRequest) -> Iterator[Servers]:
+    """The private servers that the chosen tests need."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items)
+    chosen = {call.params["site"] for call in calls if call and "site" in call.params}
+    servers = Servers(workers, chosen)
     yield servers
     servers.close()
 

@@ -107,4 +107,3 @@ async def test_a_worker_killed_around_its_dead_letter_loses_nothing(site: Site, 
         assert {letter.message_id for letter in letters} == {sent.message_id}
         assert {letter.reason for letter in letters} == {"ExplicitNack"}
         assert worker.numbers("begin") == [1]
-        worker.kill()

@@ -18,7 +18,7 @@ async def kill_in_mid_handler(site: Site, seed: int) -> None:
     print(f"{site.carrier} seed {seed}")
     dice = random.Random(seed)
     first = site.worker("serve", hangs=True)
-    first.wait_for("ready")
+    await first.said("ready")
     async with site.service() as sender:
         sent: set[int] = set()
 
@@ -30,7 +30,7 @@ async def kill_in_mid_handler(site: Site, seed: int) -> None:
             await send(number, do="hang")
         await eventually(lambda: {0, 1} <= set(first.numbers("begin")))
         second = site.worker("serve")
-        second.wait_for("ready")
+        await second.said("ready")
         for number in range(2, 2 + dice.randrange(10, 40)):
             await send(number)
         first.kill()

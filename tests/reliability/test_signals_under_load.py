@@ -92,4 +92,3 @@ async def test_a_second_signal_ends_it_and_the_message_goes_to_another(site: Sit
         other = site.worker("serve")
         await eventually(lambda: other.numbers("end") == [1])
         assert other.of("begin")[0].rest[1] == "1", "no attempt is charged"
-        other.kill()

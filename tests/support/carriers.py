@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,6 @@ class Carrier:
     owned: bool = False  # a process of its own holds it: native's way to be a server
     consumers: Callable[[Site, str], Awaitable[int]] | None = None
     back_within: float = LEASE
-    server_settings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -211,31 +211,28 @@ def on(*fits: Fits, variants: bool = False) -> pytest.MarkDecorator:
 
 
 class Servers:
-    """The private servers of a test run, each started when it is first asked for."""
+    """The private servers of a test run; they start all at once and side by side with the tests."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, carriers: Iterable[Carrier]) -> None:
         self.workers = workers
         self._stack = ExitStack()
-        self._running: dict[str, tuple[PrivateBroker, Proxy]] = {}
+        threads = self._stack.enter_context(ThreadPoolExecutor(thread_name_prefix="server"))
+        names = {carrier.server for carrier in carriers if carrier.server is not None}
+        self._starting = {name: threads.submit(self._start, name) for name in names}
 
-    def __getitem__(self, carrier: Carrier) -> tuple[PrivateBroker, Proxy]:
-        name = carrier.server
-        assert name is not None
-        if name not in self._running:
-            port = free_port()
-            broker = self._stack.enter_context(
-                private_broker(
-                    name,
-                    settings=carrier.server_settings,
-                    advertised=port if name == "kafka" else None,
-                )
-            )
-            proxy = self._stack.enter_context(Proxy(broker.proxied, port=port))
-            self._running[name] = broker, proxy
-        return self._running[name]
+    def __getitem__(self, name: str) -> tuple[PrivateBroker, Proxy]:
+        """A server that is ready, and a proxy in front of it."""
+        return self._starting[name].result()
+
+    def _start(self, name: str) -> tuple[PrivateBroker, Proxy]:
+        port = free_port()
+        advertised = port if name == "kafka" else None
+        broker = self._stack.enter_context(private_broker(name, advertised=advertised))
+        return broker, self._stack.enter_context(Proxy(broker.proxied, port=port))
 
     def close(self) -> None:
         """End them all."""
+        wait(self._starting.values())
         self._stack.close()
 
 
@@ -250,18 +247,19 @@ class Site:
     proxy: Proxy | None = None
     owner: Worker | None = None
     queue: str = field(default_factory=lambda: f"t{next(_numbers)}-{uuid.uuid4().hex[:8]}")
+    _started: list[Worker] = field(default_factory=list)
 
     @classmethod
     def open(cls, carrier: Carrier, servers: Servers, directory: Path) -> Iterator[Site]:
         """For a fixture: what it takes is there while the test runs, and whole again after it."""
         site = cls(carrier, servers.workers, directory)
         if carrier.server is not None:
-            site.broker, site.proxy = servers[carrier]
+            site.broker, site.proxy = servers[carrier.server]
         if carrier.owned:
             site.restart()
         yield site
-        if site.owner is not None:
-            site.owner.kill()
+        for worker in site._started:
+            worker.kill()
         if site.broker is not None and site.proxy is not None:
             site.proxy.heal()
             site.broker.thaw()
@@ -313,7 +311,9 @@ class Site:
         more = job.pop("settings", {})
         assert isinstance(more, Mapping)
         values = self.values(proxied=proxied, **more)
-        return self.workers.start(role, settings=values, queue=self.queue, **job)
+        worker = self.workers.start(role, settings=values, queue=self.queue, **job)
+        self._started.append(worker)
+        return worker
 
     async def consumers(self) -> int:
         """How many consumers the queue has, as its broker says."""
