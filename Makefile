@@ -21,6 +21,7 @@ demo: setup ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitm
 
 test: setup ## Lint, types and all tests against real brokers
 	$(MAKE) --no-print-directory lint types
+	@PYTHONPATH=scripts $(BIN)/python -m local_brokers.chromium
 	scripts/brokers run $(MAKE) --no-print-directory check
 
 # `coverage run` and not pytest-cov: it measures imports that pytest makes before plugins start.

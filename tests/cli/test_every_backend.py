@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -18,7 +17,7 @@ def environment(kind: str, url: str) -> dict[str, str]:
 
 
 @pytest.fixture(params=["redis", "rabbitmq"])
-def broker(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
+def broker(request: pytest.FixtureRequest) -> dict[str, str]:
     return environment(request.param, request.getfixturevalue(f"{request.param}_url"))
 
 

@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 from playwright.async_api import Page, async_playwright
 
-from local_brokers.packages import Missing, ensure
+from local_brokers.chromium import chromium
+from local_brokers.packages import Missing
 from tests.support.brokers import brokers_required
 
-NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 
-
-def chromium() -> str:
-    """Where it is; without one the test skips, or fails where nothing may be skipped."""
-    if (found := _find()) is not None:
-        return found
+def program() -> str:
+    """Where Chromium is; without it the test skips, or fails where nothing may be skipped."""
     try:
-        ensure(["chromium"])
+        return chromium()
     except Missing as missing:
         if brokers_required():
             pytest.fail(f"no Chromium: {missing}", pytrace=False)
         pytest.skip(f"no Chromium: {missing}")
-    found = _find()
-    assert found is not None
-    return found
-
-
-def _find() -> str | None:
-    return next((path for path in map(shutil.which, NAMES) if path is not None), None)
 
 
 class Watched:
@@ -57,7 +46,7 @@ async def open_page(
     """A page in a browser of its own."""
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium refuses root otherwise
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium(), args=sandbox)
+        browser = await playwright.chromium.launch(executable_path=program(), args=sandbox)
         try:
             context = await browser.new_context(
                 color_scheme="dark" if dark else "light",

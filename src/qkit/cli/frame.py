@@ -9,13 +9,13 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar, Unpack
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.text import Text
 
 from qkit.cli.terminal import err, print_json, safe
-from qkit.config import Settings, SettingsValues
+from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
 from qkit.logs import logger
 from qkit.service import QueueService
@@ -68,12 +68,23 @@ def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
     return typer.Exit(code)
 
 
-def find_settings(config: Path | None, **overrides: Unpack[SettingsValues]) -> Settings:
+def find_settings(config: Path | None) -> Settings:
     """The settings that a command works with: a file, the environment, or both."""
+    file = _file(config)
+    return Settings() if file is None else Settings.load(file)
+
+
+def _modest(config: Path | None) -> Settings:
+    """The same for one that takes queues as they are."""
+    file = _file(config)
+    if file is None:
+        return Settings(declare="passive", dead_letter={"enabled": False})
+    return Settings.load(file, declare="passive", dead_letter={"enabled": False})
+
+
+def _file(config: Path | None) -> Path | None:
     here = Path("qkit.toml")
-    if config is None and here.is_file():
-        config = here
-    return Settings(**overrides) if config is None else Settings.load(config, **overrides)
+    return here if config is None and here.is_file() else config
 
 
 def run(main: Coroutine[object, object, T]) -> T:
@@ -95,9 +106,7 @@ async def service(
     Unless it ``declares``, queues are used as they are: how often one is tried, or how many it
     holds, is for the program that consumes it to say.
     """
-    settings = find_settings(config)
-    if not declares:
-        settings = find_settings(config, declare="passive", dead_letter={"enabled": False})
+    settings = find_settings(config) if declares else _modest(config)
     if settings.type == "native" and settings.path is None:
         raise ConfigError(
             "these settings keep queues in the memory of one process, where no command can look: "

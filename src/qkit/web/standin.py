@@ -39,6 +39,8 @@ class StandIn:
 
     def __init__(self, listener: socket.socket, *, blocked_after: float = BLOCKED_AFTER) -> None:
         self._listener = listener.dup()
+        self._door = select.poll()  # not select(), which knows the first 1024 files only
+        self._door.register(self._listener, select.POLLIN)
         self._allowed = max(1, round(blocked_after / PULSE))
         self._pulse = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -99,7 +101,7 @@ class StandIn:
     def _answer_for(self, seconds: float, blocked: float) -> None:
         """Take what comes in within ``seconds``."""
         with contextlib.suppress(OSError):  # the loop came first, or the client left
-            if not select.select([self._listener], [], [], seconds)[0]:
+            if not self._door.poll(1000 * seconds):
                 return
             connection, _ = self._listener.accept()
             with connection:
