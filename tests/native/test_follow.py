@@ -145,14 +145,14 @@ async def test_a_reader_that_asks_during_a_compaction_is_heard(
             await engine.publish("orders", b"%05d" % number * 20)
         await engine.purge("orders")
 
-        from qkit.native import storage
+        from qkit.native import compaction, storage
 
         def compact_slowly(*args: object) -> object:
             result = compact(*args)  # type: ignore[arg-type]
             keep(tmp_path, "late", 0, until=time.time() + 60)
             return result
 
-        compact = storage.compact
+        compact = compaction.compact
         monkeypatch.setattr(storage, "compact", compact_slowly)
         await engine.storage.tidy()
         assert Follower(tmp_path, "orders").choose(Place(), NONE).messages == 50

@@ -20,7 +20,7 @@ def main(options: dict[str, str], output: str, checkpoint: str, everything: bool
         .option("checkpointLocation", checkpoint)
     )
     trigger = {"availableNow": True} if everything else {"processingTime": "100 milliseconds"}
-    query = writer.trigger(**trigger).start(output)  # type: ignore[arg-type]  # one of two
+    query = writer.trigger(**trigger).start(output)
     query.awaitTermination()
 
 

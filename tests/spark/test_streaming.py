@@ -122,7 +122,7 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
         crashed = Stage(plan_of(options))
         assert crashed.latest(crashed.initial(), None) == {"stage": 1}
         assert service.stats(options["channel"]).depth == 0
-        os.close(crashed._lock)  # type: ignore[arg-type]  # as the end of its process would
+        crashed.close()
         service.send_many(options["channel"], range(10, 12))
         batches = collected(spark, options, tmp_path / "checkpoint")
         assert sorted(numbers(batches)) == list(range(12))

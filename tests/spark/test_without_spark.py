@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -66,12 +65,6 @@ def values(found: list[dict[str, Any]]) -> list[int]:
     return [json.loads(row["value"]) for row in found]
 
 
-def let_go(crashed: Stage) -> None:
-    """What the end of its process would do."""
-    assert crashed._lock is not None
-    os.close(crashed._lock)
-
-
 class TestStage:
     @pytest.mark.parametrize("options", BROKERS, indirect=True)
     def test_batches_are_staged_acknowledged_and_removed_when_spark_is_done(
@@ -95,7 +88,7 @@ class TestStage:
             source.commit(second)
             assert list(directory.iterdir()) == []
             assert source.latest(second, None) == second
-            let_go(source)
+            source.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
     def test_what_a_crash_left_comes_first_with_or_without_a_checkpoint(
@@ -108,20 +101,20 @@ class TestStage:
             start = crashed.initial()
             end = crashed.latest(start, None)
             assert service.stats(options["channel"]).depth == 0
-            let_go(crashed)
+            crashed.close()
             (tmp_path / "stage" / "00000009.arrow.tmp").write_bytes(b"cut short")
             service.send(options["channel"], 5)
             again = Stage(plan)
             assert again.latest(start, None) == end
             assert values(rows(again.pieces(start, end))) == list(range(5))
-            let_go(again)
+            again.close()
             anew = Stage(plan)
             assert anew.initial() == start, "before what nobody has seen"
             after = anew.latest(end, None)
             assert values(rows(anew.pieces(end, after))) == [5]
             with pytest.raises(StorageError, match="is missing"):
                 anew.pieces(start, after)
-            let_go(anew)
+            anew.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
     def test_a_stream_of_what_is_there_now_takes_no_more(
@@ -136,7 +129,7 @@ class TestStage:
             end = source.latest(start, None)
             assert values(rows(source.pieces(start, end))) == list(range(5))
             assert source.latest(end, None) == end
-            let_go(source)
+            source.close()
 
     def test_it_needs_a_directory_and_has_it_alone(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,7 +143,7 @@ class TestStage:
         first.initial()
         with pytest.raises(ConfigError, match="another stream"):
             Stage(plan).initial()
-        let_go(first)
+        first.close()
 
 
 class TestNativeLog:

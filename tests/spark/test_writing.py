@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ORDER = "tests.spark.models:Order"
 
 
-def save(frame: DataFrame, **options: object) -> None:
+def save(frame: DataFrame, **options: str) -> None:
     frame.write.format("qkit").mode("append").options(**options).save()
 
 
@@ -129,7 +129,7 @@ def test_bad_rows_may_go_to_the_dead_letters(
         channel="orders",
         model=ORDER,
         on_invalid="dead_letter",
-        report=report,
+        report=str(report),
         **native,
     )
     [good, bad] = look(directory, "orders", "orders_dlq")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right, insort
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -247,7 +247,7 @@ class _Segment:
 
 
 @contextmanager
-def _opened(log: Path, number: int) -> Iterator[_Segment]:
+def _opened(log: Path, number: int) -> Generator[_Segment]:
     try:
         fd = os.open(log / name_of(number), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as error:

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, cast
@@ -61,7 +61,7 @@ def forget(path: Path, name: str) -> None:
 
 
 @contextmanager
-def exchanging(path: Path) -> Iterator[int | None]:
+def exchanging(path: Path) -> Generator[int | None]:
     """The first segment that must stay as it is, ``None`` if all may go, while this lasts."""
     if not (path / "log").exists():  # a disk in memory has no readers outside
         yield None
@@ -93,7 +93,7 @@ def _border(directory: Path, now: float) -> int | None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Generator[None]:
     fd = os.open(path / "log", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

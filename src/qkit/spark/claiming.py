@@ -46,6 +46,11 @@ class Claiming:
         """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many."""
         return self._loop.call(self._take(limit, keep))
 
+    def close(self) -> None:
+        """Leave the broker and end the thread."""
+        self._loop.call(self._close())
+        self._loop.close()
+
     async def _depth(self) -> int:
         backend = open_backend(self._plan.settings, SystemClock())
         await backend.start()

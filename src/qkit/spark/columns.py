@@ -141,7 +141,7 @@ def _check(name: str, column: str, type_: DataType) -> None:
 
 
 def _values(batch: pa.RecordBatch, column: str) -> list[Any]:
-    return cast("list[Any]", batch.column(column).to_pylist(maps_as_pydicts="strict"))
+    return list(batch.column(column).to_pylist(maps_as_pydicts="strict"))
 
 
 def _numbers(values: list[Any]) -> list[Any]:

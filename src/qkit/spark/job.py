@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from pyspark.sql import SparkSession
@@ -58,7 +58,7 @@ def plan_from(given: argparse.Namespace) -> Plan:
 
 
 @contextmanager
-def session(name: str) -> Iterator[SparkSession]:
+def session(name: str) -> Generator[SparkSession]:
     """A session that knows ``format("qkit")``; its workers run the Python that runs this."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.appName(name).getOrCreate()
@@ -71,7 +71,7 @@ def session(name: str) -> Iterator[SparkSession]:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def told() -> Generator[None]:
     """What a person can put right is said in a line, and is exit code 2."""
     try:
         yield

@@ -79,6 +79,9 @@ class NativeLog:
         """What lies before is not asked for again."""
         self._keep(str(end["reader"]), _place(end).segment)
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()
         if self._kept is not None and self._kept[0] == segment and now < self._kept[1] + REFRESH:

@@ -127,8 +127,12 @@ def _settings(config: str | None, values: Mapping[str, str]) -> Settings:
             fields[name_in_it] = value
         else:
             nested[name] = value
-    overrides = cast("SettingsValues", nested)
-    return Settings(**overrides) if config is None else Settings.load(config, **overrides)
+    if config is None:
+        return Settings(**cast("SettingsValues", nested))
+    return Settings.load(  # its own path is positional only, which pyright does not see
+        config,
+        **cast("SettingsValues", nested),  # pyright: ignore[reportArgumentType]
+    )
 
 
 def _model(name: str | None) -> str | None:

@@ -39,8 +39,10 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
         df.write.format("qkit").mode("append").options(**chosen, report=str(report)).save()
-        told = json.loads(report.read_text()) if report.exists() else {}
-    return Written(told.get("messages", 0), told.get("dead_letters", 0), told.get("job"))
+        if not report.exists():  # there was no task
+            return Written(0)
+        told = json.loads(report.read_text())
+    return Written(told["messages"], told["dead_letters"], told["job"])
 
 
 def as_options(settings: Settings) -> dict[str, str]:

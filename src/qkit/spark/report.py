@@ -49,15 +49,15 @@ def report_of(letters: DataFrame, channel: str, made_at: datetime) -> Report:
     """Count them; ``letters`` has the columns of a read with ``dead_letters``."""
     letters = letters.cache()
     try:
-        total, first, last = letters.selectExpr(
-            "count(*)", "min(last_failed_at)", "max(last_failed_at)"
+        row = letters.selectExpr(
+            "count(*) as total", "min(last_failed_at) as first", "max(last_failed_at) as last"
         ).collect()[0]
         return Report(
             channel=channel,
             made_at=made_at,
-            total=total,
-            first=first,
-            last=last,
+            total=row["total"],
+            first=row["first"],
+            last=row["last"],
             by_reason=_counts(letters, "reason"),
             by_error=_counts(letters, "coalesce(error_type, '(none)')"),
             by_attempts=_counts(

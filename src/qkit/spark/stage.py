@@ -109,6 +109,15 @@ class Stage:
         """Spark will not ask for these again."""
         self._remove(int(end["stage"]))
 
+    def close(self) -> None:
+        """Let go of the broker and the directory; idempotent."""
+        claiming, self._claiming = self._claiming, None
+        if claiming is not None:
+            claiming.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     # The directory
 
     def _own(self) -> None:

@@ -49,6 +49,10 @@ class Replayable(Protocol):
         """Spark has done with all before ``end``."""
         ...
 
+    def close(self) -> None:
+        """Let go of what is held; idempotent."""
+        ...
+
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Spark calls all but ``read`` in one process of the driver's; ``read`` is in tasks.
@@ -107,7 +111,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._source.commit(end)
 
     def stop(self) -> None:
-        """Spark does not call this; what is held ends with the process."""
+        """Spark ends the process rather than call this; either lets go of what is held."""
+        if self._found is not None:
+            self._found.close()
 
 
 def _source_of(plan: Plan) -> Replayable:
