@@ -104,9 +104,9 @@ def page(report: Report) -> str:
     body = "<p class=none>There are no dead letters.</p>"
     if report.total:
         body = f"""
-<section><h2>By reason</h2>{_bars(report.by_reason)}</section>
+<div><section><h2>By reason</h2>{_bars(report.by_reason)}</section>
+<section><h2>By attempts</h2>{_bars(report.by_attempts)}</section></div>
 <section><h2>By error</h2>{_bars(report.by_error)}</section>
-<section><h2>By attempts</h2>{_bars(report.by_attempts)}</section>
 <section class=wide><h2>By hour of the last failure</h2>{_columns(report.by_hour)}</section>
 <section class=wide><h2>An example of each error</h2>{_examples(report.examples)}</section>"""
     return f"""<!doctype html>
@@ -129,10 +129,14 @@ def _bars(counts: Sequence[tuple[str, int]]) -> str:
     most, all_ = max(count for _, count in shown), sum(count for _, count in counts)
     rows = "".join(
         f"<tr><th>{escape(name)}<td class=bar><i style='width:{100 * count / most:.1f}%'></i>"
-        f"<td>{count:,}<td class=part>{100 * count / all_:.0f} %"
+        f"<td>{count:,}<td class=part>{_percent(count / all_)}"
         for name, count in shown
     )
     return f"<table>{rows}</table>"
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %" if part >= 0.005 else "&lt; 1 %"
 
 
 def _columns(counts: Sequence[tuple[datetime, int]]) -> str:
@@ -189,6 +193,7 @@ header b{color:var(--ink)}
 main{display:grid;grid-template-columns:1fr 1fr;gap:16px;padding-bottom:40px}
 section{background:var(--card);border:1px solid var(--line);
 border-radius:8px;padding:16px;min-width:0}
+main>div{display:grid;gap:16px;align-content:start}
 .wide{grid-column:1/-1}
 table{width:100%;border-collapse:collapse;font-size:13px}
 th{text-align:left;font-weight:500;padding:4px 10px 4px 0;overflow-wrap:anywhere}
@@ -201,6 +206,7 @@ rect{fill:var(--bar)}
 line{stroke:var(--line)}
 text{fill:var(--soft);font-size:11px}
 .examples td{text-align:left;white-space:normal;overflow-wrap:anywhere;vertical-align:top}
+.examples td,.examples th{padding:6px 16px 6px 0}
 .examples th{white-space:nowrap;vertical-align:top}
 .examples tr{border-top:1px solid var(--line)}
 .examples tr:first-child{border:0;color:var(--soft)}
