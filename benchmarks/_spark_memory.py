@@ -1,4 +1,4 @@
-"""A writing task by itself, in a process of its own: ``python -m benchmarks._spark_memory ROWS DIR``.
+"""A writing task by itself, in its own process: ``python -m benchmarks._spark_memory ROWS DIR``.
 
 Prints the most memory it had, in bytes.
 """

@@ -100,7 +100,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def test_everything_works_over_tls_for_a_user_with_few_rights(
     guarded: Guarded, name: str
 ) -> None:
-    await tour(Address(guarded.url, **guarded.files), name)
+    await tour(Address(guarded.url, **guarded.files), name)  # type: ignore[arg-type]  # paths
 
 
 async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str) -> None:
@@ -112,7 +112,7 @@ async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str)
 
 
 async def test_what_a_user_may_not_do_is_a_config_error(guarded: Guarded) -> None:
-    backend = RedisListBackend(Address(guarded.url, **guarded.files))
+    backend = RedisListBackend(Address(guarded.url, **guarded.files))  # type: ignore[arg-type]  # paths
     await backend.start()
     with pytest.raises(ConfigError, match="may not") as caught:
         await backend.declare(QueueSpec(name="invoices"))
