@@ -50,6 +50,7 @@ ELSEWHERE = [
         {"QKIT_TYPE": "redis", "QKIT_MODE": "pubsub"}, {"delays", "priorities"}, id="redis-pubsub"
     ),
     pytest.param({"QKIT_TYPE": "rabbitmq"}, set(), id="rabbitmq"),
+    pytest.param({"QKIT_TYPE": "kafka"}, {"priorities"}, id="kafka"),
 ]
 
 

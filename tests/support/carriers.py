@@ -27,6 +27,7 @@ from qkit.matrix import MATRIX
 from qkit.opening import open_backend
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.proxy import Proxy
+from tests.support.sessions import SESSION
 from tests.support.workers import Worker, Workers
 
 __all__ = [
@@ -101,6 +102,20 @@ async def _consuming_on_rabbitmq(site: Site, queue: str) -> int:
     return declared.declaration_result.consumer_count or 0
 
 
+async def _members_on_kafka(site: Site, queue: str) -> int:
+    """Members of the group that owns the queue, once they agree on who has what."""
+    from aiokafka.admin import AIOKafkaAdminClient
+
+    admin = AIOKafkaAdminClient(bootstrap_servers=site.url)
+    await admin.start()
+    try:
+        (answer,) = await admin.describe_consumer_groups([queue])
+    finally:
+        await admin.close()
+    ((_, _, state, _, _, members, *_),) = answer.groups
+    return len(members) if state == "Stable" else 0
+
+
 async def _known_to_owner(site: Site, queue: str) -> int:
     service = site.service()
     async with service:
@@ -156,6 +171,14 @@ CARRIERS: Final = (
         lambda address: {"type": "rabbitmq", "url": address},
         server="rabbitmq",
         consumers=_consuming_on_rabbitmq,
+    ),
+    Carrier(
+        "kafka",
+        MATRIX["kafka"],
+        lambda address: {"type": "kafka", "url": address},
+        server="kafka",
+        consumers=_members_on_kafka,
+        back_within=SESSION,
     ),
 )
 

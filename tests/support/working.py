@@ -23,6 +23,7 @@ from qkit.clock import SystemClock
 from qkit.conformance.tampering import Tampered
 from qkit.message import Envelope, Sent
 from qkit.opening import open_backend
+from tests.support.sessions import short_sessions
 
 FOR_EVER: Final = 3_600.0
 Job = dict[str, Any]
@@ -175,10 +176,11 @@ def main() -> None:
     for client in ("redis.asyncio", "aio_pika", "aiokafka"):  # once, before any fork
         if importlib.util.find_spec(client.partition(".")[0]):
             importlib.import_module(client)
-    for line in sys.stdin:
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            keep(json.loads(line))
+    with short_sessions():
+        for line in sys.stdin:
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                keep(json.loads(line))
     os.killpg(0, signal.SIGKILL)
 
 
