@@ -7,6 +7,7 @@ missing. Run it from the root of the repository: ``python -m benchmarks.spark``.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import shutil
@@ -25,7 +26,7 @@ from benchmarks._spark_source import CountingSource
 from qkit import Settings, SyncQueueService
 from qkit.message import new_id
 from qkit.spark import register, write
-from qkit.spark.kafka import connector_jars, kafka_frame
+from qkit.spark.kafka import connector_options, has_connector, kafka_frame
 from qkit.spark.publish import as_options
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +42,7 @@ def session() -> SparkSession:
         "spark.ui.enabled": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.ui.showConsoleProgress": "false",
-        "spark.jars": ",".join(map(str, connector_jars())),
+        "spark.jars": ",".join(map(str, (ROOT / ".brokers" / "spark-jars").glob("*.jar"))),
     }.items():
         builder = builder.config(name, value)
     spark = builder.getOrCreate()
@@ -106,29 +107,24 @@ async def _native(scale: Scale) -> Mapping[str, float]:
 
 async def _redis(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="redis", mode="list", url=url("redis"))
-    import asyncio
-
     return {"redis": await asyncio.to_thread(beside_counting, settings, scale)}
 
 
 async def _kafka(scale: Scale) -> Mapping[str, float]:
-    import asyncio
-
     return await asyncio.to_thread(_kafka_ratios, scale)
 
 
 def _kafka_ratios(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="kafka", url=url("kafka"))
-    if not connector_jars():
+    if not has_connector(session()):
         raise Missing("the connector's jars are not there: scripts/spark-jars gets them")
     count = scale.of(200_000, 1_000)
     df, channel = frame(count), f"bench-{new_id()}"
-    servers = settings.url.get_secret_value() if settings.url else ""
     write(frame(1_000), channel, settings)
 
     def plain() -> None:
         ready = kafka_frame(df, channel)
-        ready.write.format("kafka").option("kafka.bootstrap.servers", servers).save()
+        ready.write.format("kafka").options(**connector_options(settings)).save()
 
     connector = rate(count, plain)
     own = rate(count, lambda: write(df, channel, settings))

@@ -24,6 +24,7 @@ __all__ = [
     "DeadLetterSource",
     "Delivery",
     "DroppedLetterSource",
+    "Log",
     "QueueSpec",
     "QueueStats",
     "Subscription",
@@ -286,6 +287,24 @@ class Admin(Protocol):
 
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
+        ...
+
+
+@runtime_checkable
+class Log(Protocol):
+    """A backend whose messages stay where they are when consumed: they can be read by offsets.
+
+    A range of a partition says the same whenever it is read, as long as the broker keeps it.
+    """
+
+    async def bounds(self, queue: str) -> dict[int, tuple[int, int]]:
+        """The first offset that is still there, and the next, of each partition."""
+        ...
+
+    async def read_range(
+        self, queue: str, partition: int, first: int, last: int
+    ) -> list[tuple[int, Envelope]]:
+        """The messages from ``first`` up to, not including, ``last``, with their offsets."""
         ...
 
 

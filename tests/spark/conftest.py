@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,14 @@ from pyspark.sql import SparkSession
 import qkit.spark
 
 ROOT = Path(__file__).parents[2]
+
+
+def connector() -> str:
+    """The jars of Spark's Kafka connector, joined by commas; none where they cannot be had."""
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "spark-jars")], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def session(master: str, **conf: str) -> SparkSession:
@@ -45,7 +54,7 @@ def session(master: str, **conf: str) -> SparkSession:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """Two cores, and a task that fails is tried once more."""
-    spark = session("local[2,2]")
+    spark = session("local[2,2]", **{"spark.jars": connector()})
     yield spark
     spark.stop()
 

@@ -18,17 +18,18 @@ from qkit import SyncQueueService
 from qkit.errors import ConfigError, InvalidBody, QueueNotFound, StorageError
 from qkit.message import new_id
 from qkit.native.readers import forget
-from qkit.spark import native_log, stage
+from qkit.spark import broker_log, native_log, stage
 from qkit.spark.bodies import ids
+from qkit.spark.broker_log import BrokerLog
 from qkit.spark.columns import Columns, columns_of
 from qkit.spark.native_log import NativeLog
-from qkit.spark.options import plan_of
+from qkit.spark.options import Plan, plan_of
 from qkit.spark.report import Report, page
 from qkit.spark.stage import Stage
 from qkit.spark.streaming import StreamReader
 from qkit.spark.writing import BatchWriter, Written
 
-BROKERS = ["redis", "rabbitmq", "native"]
+BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
 
 @pytest.fixture
@@ -144,6 +145,38 @@ class TestStage:
         with pytest.raises(ConfigError, match="another stream"):
             Stage(plan).initial()
         first.close()
+
+
+class TestBrokerLog:
+    @pytest.mark.parametrize("options", ["kafka"], indirect=True)
+    def test_a_log_is_watched_by_offsets(self, options: dict[str, str]) -> None:
+        plan = plan_of({**options, "partitions": "3"})
+        with SyncQueueService(plan.settings) as service:
+            source = BrokerLog(plan)
+            start = source.initial()
+            for number in range(25):
+                service.send(options["channel"], number, key=str(number), headers={"n": "x"})
+            first = source.latest(start, 10)
+            second = source.latest(first, None)
+            assert sum(second["offsets"].values()) == 25
+            found = [self.found(plan, source, *ends) for ends in ((start, first), (first, second))]
+            assert len(found[0]) == 10
+            assert sorted(found[0] + found[1]) == list(range(25))
+            assert self.found(plan, source, start, first) == found[0], "it can be replayed"
+            source.stop_here()
+            service.send(options["channel"], 25)
+            assert source.latest(second, None) == second
+            source.close()
+
+    def found(
+        self, plan: Plan, source: BrokerLog, start: dict[str, Any], end: dict[str, Any]
+    ) -> list[int]:
+        return [
+            json.loads(row["value"])
+            for span in source.pieces(start, end)
+            for batch in broker_log.read(plan, span)
+            for row in batch.to_pylist()
+        ]
 
 
 class TestNativeLog:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Final
 
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
-from qkit.backends.kafka_log import record
+from qkit.backends.kafka_log import driver, record
 from qkit.backends.kafka_log.admin import Administration
 from qkit.backends.kafka_log.cluster import Cluster, not_found
 from qkit.backends.kafka_log.connection import BACKEND, Address, translated
 from qkit.backends.kafka_log.delays import delayed
+from qkit.backends.kafka_log.driver import TopicPartition
 from qkit.backends.kafka_log.membership import Timing
 from qkit.backends.kafka_log.names import Names
 from qkit.backends.kafka_log.reading import Reader
@@ -290,6 +291,27 @@ class KafkaBackend:
         await self._sending.aclose()
         await self._reader.aclose()
         await self._cluster.aclose()
+
+    # Log
+
+    async def bounds(self, queue: str) -> dict[int, tuple[int, int]]:
+        """The first and the next offset of each partition."""
+        first = await self._cluster.offsets(queue, driver.EARLIEST)
+        after = await self._cluster.offsets(queue, driver.LATEST)
+        return {partition: (first[partition], after[partition]) for partition in sorted(first)}
+
+    async def read_range(
+        self, queue: str, partition: int, first: int, last: int
+    ) -> list[tuple[int, Envelope]]:
+        """Messages by offset; a marker that hides another is none."""
+        place = TopicPartition(queue, partition)
+        found = await self._reader.read({place: (first, last)}, "read")
+        messages: list[tuple[int, Envelope]] = []
+        for item in found:
+            envelope, facts = record.decode(item)
+            if facts.removed is None:
+                messages.append((item.offset, envelope))
+        return messages
 
     # Admin
 

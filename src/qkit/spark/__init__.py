@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 try:
+    from qkit.spark.kafka import from_kafka_frame, kafka_frame
     from qkit.spark.publish import Written, write
     from qkit.spark.source import QkitDataSource
 except ModuleNotFoundError as error:
@@ -22,7 +23,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["QkitDataSource", "Written", "register", "write"]
+__all__ = ["QkitDataSource", "Written", "from_kafka_frame", "kafka_frame", "register", "write"]
 
 
 def register(spark: SparkSession) -> None:

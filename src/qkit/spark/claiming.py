@@ -21,6 +21,7 @@ __all__ = ["Claiming"]
 
 PREFETCH: Final = 1_000
 QUIET: Final = 0.2  # seconds without a message after which there are none
+JOINING: Final = 5.0  # the same for a new subscription, which a broker may first let into a group
 GIVE_UP: Final = 5.0  # seconds to close what is broken
 
 
@@ -36,6 +37,7 @@ class Claiming:
         self._loop = LoopThread()
         self._stack: AsyncExitStack | None = None
         self._subscription: Subscription | None = None
+        self._patience = JOINING
         self._worked = False
 
     def depth(self) -> int:
@@ -81,9 +83,10 @@ class Claiming:
     async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
         """What comes until there is quiet; parking is safe to cancel."""
         found: list[Delivery] = []
+        patience, self._patience = self._patience, QUIET
         while len(found) < limit:
             try:
-                async with asyncio.timeout(QUIET):
+                async with asyncio.timeout(QUIET if found else patience):
                     more = await subscription.receive(limit - len(found))
             except TimeoutError:
                 break
@@ -112,7 +115,7 @@ class Claiming:
             except BaseException:
                 await stack.aclose()
                 raise
-            self._stack, self._worked = stack, True
+            self._stack, self._worked, self._patience = stack, True, JOINING
         return self._subscription
 
     async def _declare(self) -> bool:

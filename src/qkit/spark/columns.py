@@ -27,7 +27,7 @@ from qkit.errors import ConfigError
 from qkit.outgoing import SendOptions
 from qkit.spark.options import METADATA
 
-__all__ = ["Columns", "columns_of"]
+__all__ = ["VALUE", "Columns", "columns_of"]
 
 VALUE: Final = "value"
 _WHOLE: Final = (ByteType, ShortType, IntegerType, LongType)

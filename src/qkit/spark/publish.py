@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, SecretStr
+from pyspark.sql import Observation
+from pyspark.sql.functions import count, lit
 
 from qkit.config import Settings
-from qkit.spark.options import plan_of
+from qkit.spark.kafka import connector_options, has_connector, kafka_frame, suits
+from qkit.spark.options import Plan, plan_of
+from qkit.spark.outlet import Outlet
 from qkit.spark.source import QkitDataSource
 
 if TYPE_CHECKING:
@@ -31,10 +36,13 @@ class Written(NamedTuple):
 def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Written:
     """Send every row; ``options`` are those of ``format("qkit")``, such as ``model`` or ``key``.
 
+    To Kafka it takes Spark's own connector if that is on the class path and can do what is asked.
     Raises what Spark makes of a task's error.
     """
     chosen = {**as_options(settings), **options, "channel": channel}
-    plan_of(chosen)
+    plan = plan_of(chosen)
+    if suits(settings, options, df.columns) and has_connector(df.sparkSession):
+        return _by_connector(df, plan)
     df.sparkSession.dataSource.register(QkitDataSource)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "report.json")
@@ -43,6 +51,16 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
             return Written(0)
         told = json.loads(report.read_text())
     return Written(told["messages"], told["dead_letters"], told["job"])
+
+
+def _by_connector(df: DataFrame, plan: Plan) -> Written:
+    outlet = Outlet(plan.settings)
+    asyncio.run(outlet.declare(outlet.route(plan.channel, broadcast=plan.broadcast)))
+    sent = Observation()
+    ready = kafka_frame(df, plan.channel, settings=plan.settings, **plan.columns)
+    ready = ready.observe(sent, count(lit(1)).alias("messages"))
+    ready.write.format("kafka").options(**connector_options(plan.settings)).save()
+    return Written(sent.get["messages"])
 
 
 def as_options(settings: Settings) -> dict[str, str]:

@@ -13,8 +13,12 @@ from pyspark.sql.streaming.datasource import (
     SupportsTriggerAvailableNow,
 )
 
+from qkit.backend import Log
+from qkit.clock import SystemClock
 from qkit.native.follow import Piece
-from qkit.spark import native_log, stage
+from qkit.opening import open_backend
+from qkit.spark import broker_log, native_log, stage
+from qkit.spark.broker_log import BrokerLog, Span
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk
@@ -104,6 +108,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         value = partition.value
         if isinstance(value, Piece):
             return native_log.read(self._plan, value)
+        if isinstance(value, Span):
+            return broker_log.read(self._plan, value)
         return stage.read(value)
 
     def commit(self, end: dict[str, Any]) -> None:
@@ -117,6 +123,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def _source_of(plan: Plan) -> Replayable:
-    if is_bulk(plan) and not plan.consume:
+    if plan.consume:
+        return Stage(plan)
+    if is_bulk(plan):
         return NativeLog(plan)
+    if isinstance(open_backend(plan.settings, SystemClock()), Log):
+        return BrokerLog(plan)
     return Stage(plan)
