@@ -32,6 +32,12 @@ from qkit.spark.publish import as_options
 ROOT = Path(__file__).parent.parent
 
 
+def connector() -> str:
+    """The jars of Spark's Kafka connector, joined by commas; none where they cannot be had."""
+    script = str(ROOT / "scripts" / "spark-jars")
+    return subprocess.run([script], capture_output=True, text=True, check=False).stdout.strip()
+
+
 @cache
 def session() -> SparkSession:
     """One for all suites, with Kafka's connector if its jars are there."""
@@ -42,7 +48,7 @@ def session() -> SparkSession:
         "spark.ui.enabled": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.ui.showConsoleProgress": "false",
-        "spark.jars": ",".join(map(str, (ROOT / ".brokers" / "spark-jars").glob("*.jar"))),
+        "spark.jars": connector(),
     }.items():
         builder = builder.config(name, value)
     spark = builder.getOrCreate()

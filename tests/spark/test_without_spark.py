@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,6 +31,7 @@ from qkit.spark.report import Report, page
 from qkit.spark.stage import Stage
 from qkit.spark.streaming import StreamReader
 from qkit.spark.writing import BatchWriter, Written
+from tests.spark.conftest import ROOT
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
@@ -384,3 +388,15 @@ def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
     assert text.count("<rect") == 2
     assert "8 others" in text
     assert "There are no dead letters" in page(Report(channel="orders", made_at=hour))
+
+
+def test_the_memory_of_a_task_is_flat_in_its_rows(tmp_path: Path) -> None:
+    def most(count: int) -> int:
+        command = [sys.executable, "-m", "benchmarks._spark_memory", str(count), str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert most(100_000) < 1.2 * most(10_000)
