@@ -128,7 +128,7 @@ def run(count: int, directory: Path) -> list[str]:
     refused_cents = sum(number % 1_000 for number in range(0, count, REFUSED))
     every_cent = archived["cents"]
     found = {
-        "published": (written.messages, count),
+        "published": (written.messages or 0, count),
         "handled": (worker.totals["handled"], count - refused),
         "retried": (worker.totals["retried"], shaky),
         "dead-lettered": (worker.totals["dead_lettered"], refused),

@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 reader = reader.schema(given.schema)
             chosen = {name: value for name, value in more.items() if value is not None}
             written = write(reader.load(given.files), plan.channel, plan.settings, **chosen)
-    print(f"{written.messages} messages to {plan.channel}, {written.dead_letters} dead letters")
+    count = "all rows as" if written.messages is None else written.messages
+    print(f"{count} messages to {plan.channel}, {written.dead_letters} dead letters")
 
 
 if __name__ == "__main__":
