@@ -179,8 +179,8 @@ def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
 
 def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
     shell.run("send", "orders", "1")
-    with qkit(place, "web", "--port", "0") as running:
-        address = running.until(lambda line: line.startswith("Pages: ")).removeprefix("Pages: ")
+    with qkit(place, "web", "--port", "0", "--json") as running:
+        address = json.loads(f"{{{running.until(lambda line: 'address' in line)}}}")["address"]
         rows = httpx.get(f"{address}api/queues").json()
         assert [(row["name"], row["depth"], row["state"]) for row in rows] == [
             ("orders", 1, "none")

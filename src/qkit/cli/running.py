@@ -17,7 +17,7 @@ from qkit.cli import frame
 from qkit.cli.frame import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
 from qkit.cli.target import load
-from qkit.cli.terminal import err, tell
+from qkit.cli.terminal import err, print_json, tell
 from qkit.errors import ConfigError
 from qkit.logs import JsonFormatter
 from qkit.service import QueueService
@@ -45,6 +45,7 @@ def run(
     token: Token = None,
     log_json: LogJson = False,
     log_level: LogLevel = "info",
+    as_json: AsJson = False,
     lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Consume until SIGTERM or Ctrl-C, then drain; a second signal forces.
@@ -54,11 +55,12 @@ def run(
 
     [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]
     """
+    log_json = log_json or as_json
     if workers > 1:
         sys.exit(_supervise(target, workers, port, host, token, log_json, log_level))
     set_up_logs(log_json, log_level)
     service = load(target)
-    frame.run(_work(service, port, host, token, lifeline))
+    frame.run(_work(service, port, host, token, lifeline, as_json))
 
 
 def _supervise(
@@ -80,9 +82,14 @@ def _supervise(
 
 
 async def _work(
-    service: QueueService, port: int | None, host: str, token: str | None, lifeline: int | None
+    service: QueueService,
+    port: int | None,
+    host: str,
+    token: str | None,
+    lifeline: int | None,
+    as_json: bool,
 ) -> None:
-    async with _pages(service, port, host, token):
+    async with _pages(service, port, host, token, as_json):
         if lifeline is not None:
             _hold(lifeline, service)
         await service.run()
@@ -90,7 +97,7 @@ async def _work(
 
 @asynccontextmanager
 async def _pages(
-    service: QueueService, port: int | None, host: str, token: str | None
+    service: QueueService, port: int | None, host: str, token: str | None, as_json: bool
 ) -> AsyncGenerator[None, None]:
     if port is None:
         yield
@@ -98,7 +105,10 @@ async def _pages(
     from qkit.web import serve
 
     async with serve(service, host=host, port=port, token=token) as address:
-        tell(f"Pages: {address}")
+        if as_json:
+            print_json({"address": address})
+        else:
+            tell(f"Pages: {address}")
         yield
 
 
@@ -126,7 +136,7 @@ def web(
 
     async def main() -> None:
         async with frame.service(config) as service:
-            async with _pages(service, port, host, token):
+            async with _pages(service, port, host, token, as_json):
                 await service.run()
 
     frame.run(main())

@@ -39,7 +39,7 @@ export function letterList(name) {
     replay.lastChild.textContent = `Replay ${what}`;
     purge.lastChild.textContent = `Purge ${what}…`;
     replay.disabled = purge.disabled = !writable || letters.length === 0;
-    chosen.textContent = letters.length < total && !filtered() ? `Select the first ${count(letters.length)} of ${count(total)}` : "Select all";
+    chosen.textContent = letters.length === LIMIT && total > LIMIT && !filtered() ? `Select the first ${count(letters.length)} of ${count(total)}` : "Select all";
     all.disabled = letters.length === 0;
     all.checked = ids.length > 0 && ids.length === letters.length;
     all.indeterminate = ids.length > 0 && ids.length < letters.length;
