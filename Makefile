@@ -24,10 +24,14 @@ test: setup ## Lint, types and all tests against real brokers
 	@PYTHONPATH=scripts $(BIN)/python -m local_brokers.chromium
 	scripts/brokers run $(MAKE) --no-print-directory check
 
+# Most of the time goes in waiting for brokers, so several tests run side by side; a class or module,
+# which may have a server of its own, stays in one process.
+JOBS ?= 3
+
 # `coverage run` and not pytest-cov: it measures imports that pytest makes before plugins start.
 check: setup
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadscope
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
