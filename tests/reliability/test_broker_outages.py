@@ -28,8 +28,12 @@ class Load:
         self.consumer: Worker = site.worker("serve", concurrency=8, settings=SETTINGS)
         self.sender: Worker = site.worker("send", senders=8, settings=SETTINGS)
 
+    async def flows(self) -> None:
+        """Let it flow for a while, so that the next fault has something to hit."""
+        await self.consumer.said("end", len(self.consumer.of("end")) + 200)
+
     async def begin(self) -> None:
-        await self.consumer.said("end", 200)
+        await self.flows()
         self._memory = [worker.memory() for worker in (self.sender, self.consumer)]
 
     async def resumes(self) -> None:
@@ -97,6 +101,7 @@ async def test_a_broker_that_stops_for_long_and_is_killed_again_and_again(site: 
     await freeze(site, 30)
     await load.resumes()
     for _ in range(5):
+        await load.flows()
         await kill_and_restart(site)
         await load.resumes()
     await load.end()
