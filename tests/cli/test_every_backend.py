@@ -16,7 +16,7 @@ def environment(kind: str, url: str) -> dict[str, str]:
     return {"QKIT_TYPE": kind, "QKIT_URL": url, **mode}
 
 
-@pytest.fixture(params=["redis", "rabbitmq"])
+@pytest.fixture(params=["redis", "rabbitmq", "kafka"])
 def broker(request: pytest.FixtureRequest) -> dict[str, str]:
     return environment(request.param, request.getfixturevalue(f"{request.param}_url"))
 

@@ -32,4 +32,8 @@ BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
         "rabbitmq",
         lambda ask: Settings(type="rabbitmq", url=ask("rabbitmq_url"), retry=RETRY),
     ),
+    "kafka": (
+        "kafka",
+        lambda ask: Settings(type="kafka", url=ask("kafka_url"), retry=RETRY),
+    ),
 }

@@ -47,6 +47,7 @@ class Sampler:
         self._looking = asyncio.Lock()
         self._seen: Overview | None = None
         self._seen_at = float("-inf")
+        self._before: dict[str, QueueStats | str] = {}
         self._counts: dict[str, _Counts] = {}
         self._points: dict[str, deque[Point]] = {}
 
@@ -99,12 +100,19 @@ class Sampler:
         except (QueueError, TimeoutError) as error:
             problem = _told(error)
         settings = self._service.settings
-        names = {channel.name for channel in self._service.channels} | set(found)
-        letters = {settings.dead_letter_name(name): name for name in names}
-        rows = sorted(name for name in names if name not in letters)
+        own = {channel.name for channel in self._service.channels}
+        names = own | set(found)
+        letters = {settings.dead_letter_name(name) for name in names}
+        consumed = {handler.channel for handler in self._service.handlers}
+        # Should the page or the time not do for all: what is consumed here comes first.
+        rows = sorted(
+            names - letters, key=lambda name: (name not in consumed, name not in own, name)
+        )
         shown, hidden = rows[:MAX_QUEUES], len(rows[MAX_QUEUES:])
-        asked = [] if problem else [*shown, *map(settings.dead_letter_name, shown)]
-        stats = await self._ask([name for name in asked if name in names])
+        asked: list[str] = []
+        for name in shown:
+            asked += [name, settings.dead_letter_name(name)]
+        stats = await self._ask([] if problem else [name for name in asked if name in names])
         metrics = self._service.metrics().channels
         health = self._service.health_check()
         topics = {
@@ -121,12 +129,12 @@ class Sampler:
                 consumers=[item for item in health.consumers if item.channel == name],
                 broadcast=name in topics,
             )
-            for name in shown
+            for name in sorted(shown)
         ]
         return views, hidden, problem
 
     async def _ask(self, names: list[str]) -> dict[str, QueueStats | str]:
-        """Figures by queue, or why there are none."""
+        """Figures by queue, or why there are none; those of before where time did not do."""
         answers: dict[str, QueueStats | str] = {}
         turns = asyncio.Semaphore(AT_ONCE)
 
@@ -145,7 +153,8 @@ class Sampler:
                     tasks.create_task(ask(name), name=f"qkit figures of {name}")
         except TimeoutError as error:
             for name in names:
-                answers.setdefault(name, _told(error))
+                answers.setdefault(name, self._before.get(name, _told(error)))
+        self._before = answers
         return answers
 
     def _view(
