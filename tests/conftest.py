@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -66,6 +67,22 @@ async def clock() -> AsyncIterator[VirtualClock]:
     """Virtual time in the loop of the test: waits are skipped, and take as long as they say."""
     with VirtualClock() as clock:
         yield clock
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """Side by side, but all trials of reliability in one process: their servers start once."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # it has none
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # so it is anything
+        def _split_scope(self, nodeid: str) -> str:
+            package = "tests/reliability"
+            own: str = super()._split_scope(nodeid)
+            return package if nodeid.startswith(package) else own
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
