@@ -115,8 +115,8 @@ def from_kafka_frame(df: DataFrame) -> DataFrame:
         "string(key) as key",
         "cast(null as int) as priority",
         f"int(coalesce({facts['attempt']}, 0) + 1) as attempt",
-        "if(length(told['qkit-id']) = 32, timestamp_millis("
-        "conv(substr(string(told['qkit-id']), 1, 12), 16, 10)), timestamp) as sent_at",
+        "if(string(told['qkit-id']) rlike '^[0-9a-f]{12}7[0-9a-f]{19}$', timestamp_millis("
+        "bigint(conv(substr(string(told['qkit-id']), 1, 12), 16, 10))), timestamp) as sent_at",
         f"timestamp_millis({facts['not-before']}) as not_before",
         f"timestamp_millis({facts['expires-at']}) as expires_at",
     )
