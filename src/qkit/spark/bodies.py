@@ -32,7 +32,7 @@ def ids(job: str, partition: int, started: float) -> Iterator[str]:
 
     >>> numbers = ids("load-1", 3, 1_700_000_000.0)
     >>> next(numbers), next(numbers)
-    ('018bcfe5680070f383e3a000030000000', '018bcfe5680070f383e3a000030000001')
+    ('018bcfe568007ba08805000030000000', '018bcfe568007ba08805000030000001')
     """
     mark = blake2b(job.encode(), digest_size=3).hexdigest()
     milliseconds = int(started * 1000)

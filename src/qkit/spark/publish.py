@@ -66,7 +66,7 @@ def as_options(settings: Settings) -> dict[str, str]:
     """Settings as the options that mean the same.
 
     >>> as_options(Settings(type="native", path="data", retry={"max_attempts": 5}))
-    {'type': 'native', 'path': 'data', 'retry.max_attempts': '5'}
+    {'type': 'native', 'retry.max_attempts': '5', 'path': 'data'}
     """
     return {"type": settings.type} | dict(_differing(settings, ""))
 
