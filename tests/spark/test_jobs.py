@@ -19,7 +19,7 @@ from qkit.message import new_id
 from qkit.spark.options import plan_of
 from tests.spark.conftest import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JOBS = ["publish_files", "archive", "dead_letter_report", "replay", "pipeline"]
 QUIET = {

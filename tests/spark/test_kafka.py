@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -122,17 +123,19 @@ def test_what_the_connector_cannot_carry_is_refused_or_goes_by_the_data_source(
     assert not suits(settings.model_copy(update={"compression": "gzip"}), {}, ["id"])
 
 
-def test_the_settings_reach_the_connector() -> None:
+def test_the_settings_reach_the_connector(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.touch()
     settings = Settings(
         type="kafka",
         url="a:1,b:2",
         sasl_mechanism="PLAIN",
         sasl_username="anna",
         sasl_password='se"cret',
-        tls_ca_file="ca.pem",
+        tls_ca_file=authority,
     )
     options = connector_options(settings)
     assert options["kafka.bootstrap.servers"] == "a:1,b:2"
     assert options["kafka.security.protocol"] == "SASL_SSL"
-    assert options["kafka.ssl.truststore.location"] == "ca.pem"
+    assert options["kafka.ssl.truststore.location"] == str(authority)
     assert 'password="se\\"cret";' in options["kafka.sasl.jaas.config"]
