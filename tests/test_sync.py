@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -281,8 +282,11 @@ def test_shutdown_without_a_start_leaves_nothing_open() -> None:
         service.start()
 
 
-def test_settings_that_cannot_work_leave_nothing_open() -> None:
-    with pytest.raises(ConfigError):
+def test_settings_that_cannot_work_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("qkit.backends.kafka")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiokafka", None)
+    with pytest.raises(ConfigError, match="pip install"):
         SyncQueueService(Settings(type="kafka", url="localhost:9092"))
     assert loop_threads() == 0
 
