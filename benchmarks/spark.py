@@ -7,7 +7,6 @@ missing. Run it from the root of the repository: ``python -m benchmarks.spark``.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import shutil
@@ -23,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks import _measure
 from benchmarks._measure import Figure, Missing, Scale, Suite
 from benchmarks._spark_source import CountingSource
-from qkit import Settings, SyncQueueService
+from qkit import QueueService, Settings
 from qkit.message import new_id
 from qkit.spark import register, write
 from qkit.spark.kafka import connector_options, has_connector, kafka_frame
@@ -84,8 +83,11 @@ def save(df: DataFrame, form: str, options: Mapping[str, str]) -> None:
     df.write.format(form).mode("append").options(**options).save()
 
 
-def beside_counting(settings: Settings, scale: Scale) -> float:
-    """The rate of sending over that of the same writer that only counts."""
+async def beside_counting(settings: Settings, scale: Scale) -> float:
+    """The rate of sending over that of the same writer that only counts.
+
+    Spark is called in the main thread: in another it does not know the session's data sources.
+    """
     count = scale.of(300_000, 1_000)
     options = {**as_options(settings), "channel": f"bench-{new_id()}"}
     df = frame(count)
@@ -93,9 +95,14 @@ def beside_counting(settings: Settings, scale: Scale) -> float:
     counting = rate(count, lambda: save(df, "qkit-count", options))
     sending = rate(count, lambda: save(df, "qkit", options))
     if settings.type != "native":
-        with SyncQueueService(settings) as service:
-            service.delete(options["channel"])
+        await delete(settings, options["channel"])
     return sending / counting
+
+
+async def delete(settings: Settings, channel: str) -> None:
+    """Leave nothing behind on a broker."""
+    async with QueueService(settings) as service:
+        await service.delete(channel)
 
 
 def url(name: str) -> str:
@@ -108,19 +115,15 @@ def url(name: str) -> str:
 
 async def _native(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="native", path=scale.directory / "data")
-    return {"native": beside_counting(settings, scale)}
+    return {"native": await beside_counting(settings, scale)}
 
 
 async def _redis(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="redis", mode="list", url=url("redis"))
-    return {"redis": await asyncio.to_thread(beside_counting, settings, scale)}
+    return {"redis": await beside_counting(settings, scale)}
 
 
 async def _kafka(scale: Scale) -> Mapping[str, float]:
-    return await asyncio.to_thread(_kafka_ratios, scale)
-
-
-def _kafka_ratios(scale: Scale) -> Mapping[str, float]:
     settings = Settings(type="kafka", url=url("kafka"))
     if not has_connector(session()):
         raise Missing("the connector's jars are not there: scripts/spark-jars gets them")
@@ -135,8 +138,7 @@ def _kafka_ratios(scale: Scale) -> Mapping[str, float]:
     connector = rate(count, plain)
     own = rate(count, lambda: write(df, channel, settings))
     source = rate(count, lambda: save(df, "qkit", {**as_options(settings), "channel": channel}))
-    with SyncQueueService(settings) as service:
-        service.delete(channel)
+    await delete(settings, channel)
     return {"kafka.write": own / connector, "kafka.source": source / connector}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pydantic import BaseModel, SecretStr
 
 from qkit.config import Settings
 from qkit.spark.kafka import connector_options, has_connector, kafka_frame, suits
+from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan, plan_of
 from qkit.spark.outlet import Outlet
 from qkit.spark.source import QkitDataSource
@@ -56,7 +56,8 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
 
 def _by_connector(df: DataFrame, plan: Plan) -> Written:
     outlet = Outlet(plan.settings)
-    asyncio.run(outlet.declare(outlet.route(plan.channel, broadcast=plan.broadcast)))
+    with LoopThread() as loop:  # in a notebook there is a loop already
+        loop.call(outlet.declare(outlet.route(plan.channel, broadcast=plan.broadcast)))
     ready = kafka_frame(df, plan.channel, settings=plan.settings, **plan.columns)
     ready.write.format("kafka").options(**connector_options(plan.settings)).save()
     return Written(None)  # an Observation of this write would never be told
