@@ -6,7 +6,7 @@ compression by qkit) goes through the data source instead.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from qkit.config import Settings
 from qkit.errors import Unsupported
@@ -124,8 +124,8 @@ def from_kafka_frame(df: DataFrame) -> DataFrame:
 
 def has_connector(spark: SparkSession) -> bool:
     """Whether Spark's Kafka connector is on the class path."""
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
+    context: Any = spark.sparkContext  # what it has of Java is neither public nor typed
+    jvm = context._jvm
     loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
     name = _PROVIDER.replace(".", "/") + ".class"
     return loader.getResource(name) is not None
