@@ -53,6 +53,7 @@ from qkit.routes import Route, Routes
 from qkit.sending import Sender
 from qkit.settlement import Settlement, record_death
 from qkit.signals import catch
+from qkit.tasks import end_tasks
 from qkit.telemetry import Telemetry
 from qkit.threads import HandlerThreads
 
@@ -459,8 +460,7 @@ class QueueService:
         """Wait for consumers to give back what they hold; cancel one that does not come to it."""
         tasks = set(self._consumers.values())
         if self._monitor is not None:
-            self._monitor.cancel()
-            await asyncio.wait({self._monitor})
+            await end_tasks([self._monitor])
             self._turned_at = None
         for consumer in self._consumers:
             consumer.stop()

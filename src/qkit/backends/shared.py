@@ -22,6 +22,7 @@ from qkit.errors import BackendUnavailable, QueueError
 from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.engine import Engine
+from qkit.tasks import end_tasks
 
 __all__ = ["SOCKET", "SharedBackend"]
 
@@ -133,8 +134,7 @@ class SharedBackend:
         """Hand the directory over, or leave its owner; idempotent."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait({keeper})
+            await end_tasks([keeper])
         role, self._role = self._role, None
         self._reached.clear()
         self._broken.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from qkit.clock import Clock
 from qkit.errors import QueueError
 from qkit.logs import logger
 from qkit.message import GROUP, Envelope
+from qkit.tasks import end_tasks
 
 __all__ = ["Delays", "Item", "delayed"]
 
@@ -114,8 +114,7 @@ class Delays:
         """Read no more; what waits is left in the log for whoever has the tier next."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await end_tasks([task])
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             await driver.close_consumer(consumer)
@@ -164,9 +163,7 @@ class Delays:
         finally:
             moved.cancel()
             if polling is not None and not polling.done():
-                polling.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await polling
+                await end_tasks([polling])
         if polling is None or polling.cancelled():
             return []
         found = polling.result()

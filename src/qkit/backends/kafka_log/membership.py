@@ -21,6 +21,7 @@ from qkit.backends.kafka_log.record import KafkaRecord
 from qkit.backends.kafka_log.tracker import Saved, Tracker
 from qkit.errors import QueueError, SubscriptionLost
 from qkit.logs import logger
+from qkit.tasks import end_tasks
 
 __all__ = ["Membership", "Place", "Timing"]
 
@@ -150,10 +151,7 @@ class Membership:
         if consumer is None or self._left or self._ending:
             return
         self._ending = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await end_tasks(self._tasks)
         try:
             # A commit in the midst of a rebalance is refused: what is settled would come again.
             if self.trackers:

@@ -24,6 +24,7 @@ from qkit.backends.kafka_log.connection import (
 )
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 from qkit.logs import logger
+from qkit.tasks import end_tasks
 
 __all__ = ["Outgoing", "Placed", "Sending"]
 
@@ -245,8 +246,7 @@ class Sending:
             self._on_way.pop(producer, None)
             await driver.close_producer(producer, flush=min(driver.CLOSING, self._address.timeout))
         if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait({self._watching})
+            await end_tasks([self._watching])
 
 
 def _packed(

@@ -31,6 +31,7 @@ from qkit.errors import (
 )
 from qkit.logs import logger
 from qkit.message import GROUP, Envelope
+from qkit.tasks import end_tasks
 
 __all__ = ["KafkaSubscription"]
 
@@ -406,10 +407,8 @@ class KafkaSubscription:
             self.membership.settled(item.tracker)
 
     async def _cancel_polling(self) -> None:
-        polling = self._polling
-        if polling is not None:
-            polling.cancel()
-            await asyncio.wait({polling})
+        if self._polling is not None:
+            await end_tasks([self._polling])
 
     async def leave(self) -> None:
         """Stop, commit, leave the group; what is not settled comes again to others."""

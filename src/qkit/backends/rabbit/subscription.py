@@ -25,6 +25,7 @@ from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupport
 from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope, Reason
 from qkit.native.dead import TimeToLiveExpired
+from qkit.tasks import end_tasks
 
 __all__ = ["RabbitSubscription", "Received"]
 
@@ -391,10 +392,7 @@ class RabbitSubscription:
         try:
             async with asyncio.timeout(self._link.address.timeout):
                 await self.stop()
-                for task in self._tasks:
-                    task.cancel()
-                while self._tasks:
-                    await asyncio.wait(self._tasks)
+                await end_tasks(self._tasks)
                 await self._give_back(sorted(self._held, key=lambda received: received.tag))
                 if self._acks is not None:
                     await self._acks.flushed()

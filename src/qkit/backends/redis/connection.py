@@ -15,6 +15,7 @@ from qkit.backends.redis.failures import BACKEND, translated
 from qkit.backends.redis.lua import Script
 from qkit.backends.redis.wire import Reply, Wire, Word
 from qkit.errors import BackendUnavailable
+from qkit.tasks import end_tasks
 
 __all__ = ["Address", "Link"]
 
@@ -96,8 +97,7 @@ class Link:
         self._open = False
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
-            connecting.cancel()
-            await asyncio.wait({connecting})
+            await end_tasks([connecting])
         wires, self._waiters = [*self._waiters], []
         if self._wire is not None:
             wires.append(self._wire)
