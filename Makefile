@@ -6,6 +6,7 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.ready
+RUN_STAMP := .venv/.run-ready
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,10 +14,15 @@ help: ## Show this list
 setup: $(STAMP) ## Prepare .venv: pinned requirements and qkit itself
 
 $(STAMP): requirements/dev.txt pyproject.toml scripts/make-venv
-	scripts/make-venv
+	scripts/make-venv dev
+	@touch $(RUN_STAMP) $@
+
+# Enough to run it, in a few seconds; `setup` brings the rest.
+$(RUN_STAMP): requirements/run.txt pyproject.toml scripts/make-venv
+	scripts/make-venv run
 	@touch $@
 
-demo: setup ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitmq; DEMO_SERVE=1 keeps it open
+demo: $(RUN_STAMP) ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitmq; DEMO_SERVE=1 keeps it open
 	@PYTHON=$(BIN)/python scripts/demo
 
 test: setup ## Lint, types and all tests against real brokers
@@ -83,7 +89,7 @@ docs: setup ## Run every example in the docs and docstrings, check links and req
 	$(BIN)/python -m pytest src tests/test_docs.py tests/test_requirements.py tests/examples
 
 requirements: setup ## Compile requirements/*.txt anew from *.in
-	for name in dev bench; do \
+	for name in run dev bench; do \
 		CUSTOM_COMPILE_COMMAND="make requirements" $(BIN)/pip-compile --quiet --upgrade --generate-hashes \
 			--allow-unsafe --strip-extras --no-emit-index-url --no-emit-trusted-host --no-emit-find-links \
 			--output-file requirements/$$name.txt requirements/$$name.in; \
