@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 
 from qkit import QueueService, Reject, Settings, consume
+from qkit.cli.frame import LOGGERS
 from tests.support.cli import Shell
 from tests.support.web import buried
 
 
 @pytest.fixture(autouse=True)
 def quiet_again() -> Iterator[None]:
-    """Commands silence qkit's logger, as they may: they are alone in their process."""
-    logger = logging.getLogger("qkit")
-    level = logger.level
+    """Commands silence loggers, as they may: they are alone in their process."""
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
     yield
-    logger.setLevel(level)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import uuid
 
 import pytest
@@ -44,3 +47,28 @@ def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
     assert "1 message taken" in taken.stderr
     assert json.loads(qkit("purge", name, "--yes", "--json").stdout)["purged"] == 1
     assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "url"),
+    [
+        ("redis", "redis://127.0.0.1:1"),
+        ("rabbitmq", "amqp://127.0.0.1:1"),
+        ("kafka", "127.0.0.1:1"),
+    ],
+)
+def test_a_broker_that_is_not_there_is_one_plain_error(kind: str, url: str) -> None:
+    """In a process of its own: a driver must not write its log beside it."""
+    result = subprocess.run(
+        [sys.executable, "-m", "qkit.cli", "queues"],
+        env=os.environ | environment(kind, url),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.count("error ") == 1
+    assert result.stderr.startswith("error the connection to "), result.stderr
+    assert len(result.stderr.splitlines()) <= 3

@@ -45,6 +45,7 @@ def test_files_are_sent_whole_or_by_lines(shell: Shell, tmp_path: Path) -> None:
     file.write_text("1\n2\n\n3\n")
     assert "3 messages sent" in shell.run("send", "each", "--lines", str(file)).stderr
     assert shell.json("send", "each", "--lines", "-", stdin="4\n")["sent"] == 1
+    assert shell.json("send", "each", "-", stdin="5\n6\n")["sent"] == 2
 
 
 def test_a_topic_is_published_to(shell: Shell) -> None:

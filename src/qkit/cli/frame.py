@@ -17,7 +17,6 @@ from rich.text import Text
 from qkit.cli.terminal import err, print_json, safe
 from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
-from qkit.logs import logger
 from qkit.service import QueueService
 
 __all__ = ["AsJson", "Config", "Yes", "command", "confirmed", "find_settings", "run", "service"]
@@ -26,6 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+LOGGERS = ("qkit", "aiormq", "aio_pika", "aiokafka", "redis")
 
 Config = Annotated[
     Path | None,
@@ -114,7 +114,8 @@ async def service(
             "with such settings (--config)"
         )
     # What a person should hear of comes as an error; a log beside a table only confuses.
-    logger.setLevel(logging.CRITICAL)
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     async with QueueService(settings) as running:
         yield running
 

@@ -41,7 +41,9 @@ def send(
     queue: Queue,
     body: Annotated[
         str | None,
-        typer.Argument(metavar="JSON", help="The body; without it, a line of stdin each."),
+        typer.Argument(
+            metavar="JSON", help="The body; none or -: a line of stdin each."
+        ),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Send what is in a file, as one message.")
@@ -66,6 +68,8 @@ def send(
 
     [dim]qkit send orders '{"id": 1}' · qkit send orders --priority 9 < orders.jsonl[/]
     """
+    if body == "-" and lines is None:  # as other programs name their stdin
+        body, lines = None, Path("-")
     if sum(source is not None for source in (body, file, lines)) > 1:
         raise ConfigError("say once what to send: a JSON argument, --file or --lines")
     options = SendOptions(headers=_headers(header or []))

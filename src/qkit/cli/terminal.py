@@ -69,7 +69,8 @@ def print_json(value: object) -> None:
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
     """A table whose columns of numbers stand right: those named with a leading ``>``."""
-    made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 3, 0, 0))
+    gap = 3 if len(columns) <= 8 else 2  # names must fit beside many figures in 80 columns
+    made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         right = column.startswith(">")
         made.add_column(
