@@ -40,12 +40,12 @@ async def test_figures_dead_letters_and_a_replay(settings: Settings) -> None:
 
         async def counted() -> bool:
             row = (await client.get(path)).json()
-            return bool(row["failed"] == 1 and row["dead_letters"] in (1, None))
+            known = row["problem"] is None  # a busy broker may not have told it in time
+            return bool(known and row["failed"] == 1 and row["dead_letters"] in (1, None))
 
         await eventually(counted, every=0.2)
         row = (await client.get(path)).json()
         assert row["state"] == "consuming"
-        assert row["problem"] is None
         assert (await client.get("/readyz")).status_code == 200
         assert (
             f'qkit_messages_failed_total{{channel="{name}"}} 1.0'

@@ -41,9 +41,7 @@ def send(
     queue: Queue,
     body: Annotated[
         str | None,
-        typer.Argument(
-            metavar="JSON", help="The body; none or -: a line of stdin each."
-        ),
+        typer.Argument(metavar="JSON", help="The body; none or -: a line of stdin each."),
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Send what is in a file, as one message.")

@@ -198,8 +198,9 @@ class Link:
                 for _ in range(SLICES):
                     await asyncio.wait({answer}, timeout=self.address.patience / SLICES)
                     if answer.done():
-                        await answer
-                        return
+                        with contextlib.suppress(TimeoutError):  # its own patience ended first
+                            return await answer
+                        break
             finally:
                 answer.cancel()
                 answer.add_done_callback(_retrieve)
