@@ -217,9 +217,10 @@ class Codec(Generic[T]):
 
     def _encode_checked(self, value: object) -> tuple[bytes, object]:
         """Validate, then dump what validation made of it."""
-        got = type_name(type(value))
         if self._raw is not None:
-            raise InvalidBody(f"expected {self.type_name}, got {got}: encode it first")
+            raise InvalidBody(
+                f"expected {self.type_name}, got {type_name(type(value))}: encode it first"
+            )
         try:
             checked = self._validate(_fields_of(value) if type(value) is self._class else value)
             return self._dump(checked), checked
@@ -228,7 +229,7 @@ class Codec(Generic[T]):
         except Exception as exc:
             text = _details(exc)
         # Raised out here: pydantic's error, which repeats its input, must not be the context.
-        raise InvalidBody(f"expected {self.type_name}, got {got}: {text}")
+        raise InvalidBody(f"expected {self.type_name}, got {type_name(type(value))}: {text}")
 
     def _refuse_nan(self, value: object) -> None:
         """The body holds a null or the like: refuse it if a float that JSON lacks became one."""

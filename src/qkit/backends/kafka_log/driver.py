@@ -41,6 +41,7 @@ __all__ = [
     "errors",
     "partition_of",
     "rejoin",
+    "send_batch",
 ]
 
 # The driver ships no types: what comes from it is looked at where it is used.
@@ -196,6 +197,19 @@ async def _leave_group(client: Any, coordinator: Any) -> None:
         request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
         # Not on the group's own connection: there it would stand behind a join that waits.
         await _within(FORCED, client.send(coordinator.coordinator_id, request))
+
+
+async def send_batch(producer: Any, batch: Any, topic: str, partition: int) -> asyncio.Future[Any]:
+    """Hand a batch over; the future is the driver's own and must not be cancelled.
+
+    What the driver gives away is a shield around it. A second one, ours, would come a few turns of
+    the loop too late for a sender that sends again at once.
+    """
+    shield = await producer.send_batch(batch, topic, partition=partition)
+    shield.cancel()
+    waiting = producer._message_accumulator._batches[TopicPartition(topic, partition)]
+    future: asyncio.Future[Any] = waiting[-1].future
+    return future
 
 
 def has_ended(producer: Any) -> bool:

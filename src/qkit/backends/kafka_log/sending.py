@@ -136,7 +136,7 @@ class Sending:
         since = asyncio.get_running_loop().time()
         for partition, numbers in by_partition.items():
             for chosen, batch in _packed(producer, records, numbers):
-                future = await producer.send_batch(batch, topic, partition=partition)
+                future = await driver.send_batch(producer, batch, topic, partition)
                 flights[future] = _Flight(topic, since)
                 future.add_done_callback(functools.partial(_land, flights))
                 batches.append(_Batch(partition, chosen, future))
