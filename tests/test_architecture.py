@@ -14,7 +14,7 @@ SRC = Path(__file__).parent.parent / "src" / "qkit"
 # keeps them apart.
 ORDER = [
     ["errors", "clock"],
-    ["message", "logs"],
+    ["message", "logs", "tasks"],
     ["backend", "_compression", "_dumping", "_config_words", "_config_rules", "_config_sources"],
     ["config", "codec", "matrix", "views"],
     ["native"],

@@ -1,10 +1,12 @@
-"""Ending background tasks."""
+"""Tasks that must come to their end."""
 
 from __future__ import annotations
 
 import asyncio
 
-from qkit.tasks import end_tasks
+import pytest
+
+from qkit.tasks import end_tasks, to_its_end
 
 
 async def test_a_task_that_swallows_its_cancellation_is_cancelled_again() -> None:
@@ -55,3 +57,36 @@ async def test_whoever_waits_for_the_end_can_be_cancelled() -> None:
     await asyncio.wait({ending, task})
     assert ending.cancelled()
     assert task.cancelled()
+
+
+async def test_work_comes_to_its_end_although_its_caller_was_cancelled() -> None:
+    steps: list[str] = []
+
+    async def work() -> None:
+        steps.append("begun")
+        await asyncio.sleep(0.01)
+        steps.append("done")
+
+    caller = asyncio.create_task(to_its_end(work()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert steps == ["begun", "done"]
+
+
+async def test_its_result_and_its_error_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("no")
+
+    assert await to_its_end(asyncio.sleep(0, "result")) == "result"
+    with pytest.raises(ValueError, match="no"):
+        await to_its_end(fails())
+    caller = asyncio.create_task(to_its_end(fails()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert "ValueError('no')" in caplog.text

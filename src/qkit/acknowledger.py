@@ -8,6 +8,7 @@ from collections.abc import Callable
 from qkit.backend import AckMany
 from qkit.executor import Job
 from qkit.settlement import Settlement
+from qkit.tasks import to_its_end
 
 __all__ = ["Acknowledger"]
 
@@ -52,12 +53,7 @@ class Acknowledger:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                acks = asyncio.ensure_future(self._acknowledge())
-                try:
-                    await asyncio.shield(acks)
-                except asyncio.CancelledError:
-                    await acks
-                    raise
+                await to_its_end(self._acknowledge())
         finally:
             self._closed = True
             if self._waiting:

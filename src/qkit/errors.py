@@ -232,6 +232,21 @@ class PartialSend(QueueError):
         super().__init__(message, backend=backend, operation=operation, queue=queue)
         self.results = list(results)
 
+    @classmethod
+    def of(cls, results: Sequence[Sent | QueueError], *, backend: str, queue: str) -> QueueError:
+        """What a backend raises unless all were accepted; the first error itself if none was."""
+        failed = [item for item in results if isinstance(item, QueueError)]
+        if len(failed) == len(results):
+            return failed[0]
+        return cls(
+            f"{len(failed)} of {len(results)} messages were not accepted, the first because "
+            f"{failed[0].message}",
+            results,
+            backend=backend,
+            operation="publish",
+            queue=queue,
+        )
+
 
 class SendTimeout(QueueError, TimeoutError):
     """No confirmation came within ``send_timeout``; the message may or may not have arrived."""

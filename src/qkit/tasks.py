@@ -1,12 +1,16 @@
-"""The end of background tasks."""
+"""Tasks that must come to their end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any, Final
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final, TypeVar
 
-__all__ = ["end_tasks"]
+from qkit.logs import logger
+
+__all__ = ["end_tasks", "to_its_end"]
+
+T = TypeVar("T")
 
 AGAIN: Final = 0.5
 
@@ -23,3 +27,15 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in left:
             task.cancel()
         _, left = await asyncio.wait(left, timeout=AGAIN)
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await what must not be left half done, whoever is in a hurry."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("it failed after it was cancelled: %r", error)
+        raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +23,10 @@ from qkit.backends.kafka_log.sending import Outgoing, Placed, Sending
 from qkit.backends.kafka_log.subscription import KafkaSubscription
 from qkit.backends.kafka_log.tiers import TIERS
 from qkit.clock import Clock, SystemClock
-from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull, QueueNotFound
+from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
 from qkit.matrix import MATRIX
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.tasks import to_its_end
 
 __all__ = ["KafkaBackend"]
 
@@ -143,22 +144,13 @@ class KafkaBackend:
         else:
             records = [Outgoing(*record.encode(envelope)) for envelope in envelopes]
             results = await self._sending.send(queue, records)
-        failed = [item for item in results if isinstance(item, QueueError)]
-        if not failed:
+        if not any(isinstance(item, QueueError) for item in results):
             return [Sent(envelope.id) for envelope in envelopes]
-        if len(failed) == len(results):
-            raise failed[0]
-        raise PartialSend(
-            f"{len(failed)} of {len(results)} messages were not accepted, the first because "
-            f"{failed[0].message}",
-            [
-                item if isinstance(item, QueueError) else Sent(envelope.id)
-                for item, envelope in zip(results, envelopes, strict=True)
-            ],
-            backend=self.name,
-            operation="publish",
-            queue=queue,
-        )
+        outcomes = [
+            item if isinstance(item, QueueError) else Sent(envelope.id)
+            for item, envelope in zip(results, envelopes, strict=True)
+        ]
+        raise PartialSend.of(outcomes, backend=self.name, queue=queue)
 
     async def _publish_with_care(
         self, queue: str, spec: QueueSpec | None, envelopes: Sequence[Envelope]
@@ -269,14 +261,14 @@ class KafkaBackend:
             try:
                 await subscription.open()
             except BaseException:
-                await _to_the_end(subscription)
+                await to_its_end(subscription.leave())
                 raise
         self._subscriptions.add(subscription)
         try:
             yield subscription
         finally:
             try:
-                await _to_the_end(subscription)
+                await to_its_end(subscription.leave())
             finally:
                 self._subscriptions.discard(subscription)
 
@@ -347,17 +339,6 @@ class KafkaBackend:
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
-
-
-async def _to_the_end(subscription: KafkaSubscription) -> None:
-    """What is settled must be committed, whoever is in a hurry; it is bounded."""
-    leaving = asyncio.ensure_future(subscription.leave())
-    try:
-        await asyncio.shield(leaving)
-    except asyncio.CancelledError:
-        with suppress(QueueNotFound):
-            await leaving
-        raise
 
 
 def _is_plain(envelope: Envelope) -> bool:

@@ -172,7 +172,7 @@ class NativeBackend:
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []
         arrivals: list[Arrival] | None = [] if self._engine.durable else None
-        failed = 0
+        failed = False
         for item in envelopes:
             due, expires = item.not_before, item.expires_at
             values = (
@@ -191,7 +191,7 @@ class NativeBackend:
                     arrivals.append(self._engine.arrival(channel, *values))
                     results.append(Sent(item.id))
             except QueueError as error:
-                failed += 1
+                failed = True
                 results.append(error.located(backend=self.name))
         if arrivals:
             positions = iter(await self._engine.put_all(arrivals))
@@ -200,7 +200,7 @@ class NativeBackend:
                 for item in results
             ]
         if failed:
-            raise _failure(queue, results, failed)
+            raise PartialSend.of(results, backend=self.name, queue=queue)
         return results  # type: ignore[return-value]  # no error among them
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
@@ -478,19 +478,6 @@ def _token(delivery: Delivery) -> int:
             message_id=delivery.envelope.id,
         )
     return delivery.receipt
-
-
-def _failure(queue: str, results: list[Sent | QueueError], failed: int) -> QueueError:
-    first = next(item for item in results if isinstance(item, QueueError))
-    if failed == len(results):
-        return first
-    return PartialSend(
-        f"{failed} of {len(results)} messages were not accepted, the first because {first.message}",
-        results,
-        backend="native",
-        operation="publish",
-        queue=queue,
-    )
 
 
 def _or(value: _T | None, default: _T) -> _T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from qkit.clock import Clock, SystemClock
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull, QueueNotFound
 from qkit.matrix import MATRIX
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.tasks import to_its_end
 
 __all__ = ["RabbitMQBackend"]
 
@@ -144,17 +144,7 @@ class RabbitMQBackend(Administration):
             error or Sent(item.id) for item, error in zip(envelopes, errors, strict=False)
         ]
         results += [self._full(queue, item) for item in envelopes[fitting:]]
-        failed = [item for item in results if isinstance(item, QueueError)]
-        if len(failed) == len(results):
-            raise failed[0]
-        raise PartialSend(
-            f"{len(failed)} of {len(results)} messages were not accepted, the first because "
-            f"{failed[0].message}",
-            results,
-            backend=self.name,
-            operation="publish",
-            queue=queue,
-        )
+        raise PartialSend.of(results, backend=self.name, queue=queue)
 
     def _outgoing(
         self, queue: str, spec: QueueSpec | None, envelope: Envelope, now: float
@@ -272,12 +262,7 @@ class RabbitMQBackend(Administration):
         try:
             yield subscription
         finally:
-            leaving = asyncio.ensure_future(subscription.leave())
-            try:
-                await asyncio.shield(leaving)
-            except asyncio.CancelledError:
-                await leaving  # what is held must go back, whoever is in a hurry
-                raise
+            await to_its_end(subscription.leave())  # what is held must go back
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
         async with self._consuming.control() as channel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -28,6 +27,7 @@ from qkit.errors import (
 )
 from qkit.matrix import MATRIX
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.tasks import to_its_end
 
 __all__ = ["RedisListBackend"]
 
@@ -120,18 +120,8 @@ class RedisListBackend:
                     raise
                 results += [error] * (len(envelopes) - len(results))
                 break
-        failed = [item for item in results if isinstance(item, QueueError)]
-        if failed and len(failed) == len(results):
-            raise failed[0]
-        if failed:
-            raise PartialSend(
-                f"{len(failed)} of {len(results)} messages were not accepted, the first because "
-                f"{failed[0].message}",
-                results,
-                backend=self.name,
-                operation="publish",
-                queue=queue,
-            )
+        if any(isinstance(item, QueueError) for item in results):
+            raise PartialSend.of(results, backend=self.name, queue=queue)
         return results  # type: ignore[return-value]  # no error among them
 
     async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
@@ -218,12 +208,7 @@ class RedisListBackend:
         try:
             yield subscription
         finally:
-            leaving = asyncio.ensure_future(subscription.leave())
-            try:
-                await asyncio.shield(leaving)
-            except asyncio.CancelledError:
-                await leaving  # what is held must go back, whoever is in a hurry
-                raise
+            await to_its_end(subscription.leave())  # what is held must go back
 
     def _lease(self, spec: SubscriptionSpec) -> float:
         if not self._reliable:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from qkit.clock import Clock, SystemClock
 from qkit.errors import (
@@ -34,6 +34,7 @@ from qkit.native.record import Publish
 from qkit.native.replay import Recovered, Replay
 from qkit.native.snapshot import read_snapshot, write_snapshot
 from qkit.native.topic import Topic
+from qkit.tasks import to_its_end
 
 __all__ = ["Fsync", "Storage"]
 
@@ -165,16 +166,7 @@ class Storage:
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
         if self.log.inline:
             return function(*args, **kwargs)
-        return await self._to_its_end(asyncio.to_thread(function, *args, **kwargs))
-
-    async def _to_its_end(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Await what must not be left half done, or go on in files that are closed."""
-        task = asyncio.ensure_future(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait([task])
-            raise
+        return await to_its_end(asyncio.to_thread(function, *args, **kwargs))
 
     # Tidying
 
@@ -315,7 +307,7 @@ class Storage:
         async with self._taking:
             for job in self.waiting():
                 try:
-                    count += await self._to_its_end(self._take_job(job, channel, admit))
+                    count += await to_its_end(self._take_job(job, channel, admit))
                 except (LogDamaged, InvalidName, ConfigError) as error:
                     self._refused.add(job)
                     failure = failure or error

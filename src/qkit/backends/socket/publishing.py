@@ -46,13 +46,11 @@ class _Call:
                 results.append(Sent(self.envelopes[place].id, item))
         if len(results) < len(self.envelopes) or self.future.done():
             return
-        failed = [item for item in results if isinstance(item, QueueError)]
-        if not failed:
-            self.future.set_result(results)  # type: ignore[arg-type]  # no error among them
-        elif len(failed) == len(results):
-            self.future.set_exception(failed[0])
+        if any(isinstance(item, QueueError) for item in results):
+            error = PartialSend.of(results, backend="native", queue=self.queue)
+            self.future.set_exception(error)
         else:
-            self.future.set_exception(_partial(self.queue, results, failed))
+            self.future.set_result(results)  # type: ignore[arg-type]  # no error among them
 
 
 class Publishing:
@@ -142,14 +140,3 @@ def _failures(error: QueueError, count: int) -> Sequence[int | QueueError | None
         return [item if isinstance(item, QueueError) else item.position for item in error.results]
     error.located(operation="publish")
     return [error] * count
-
-
-def _partial(queue: str, results: list[Sent | QueueError], failed: list[QueueError]) -> PartialSend:
-    return PartialSend(
-        f"{len(failed)} of {len(results)} messages were not accepted, the first because "
-        f"{failed[0].message}",
-        results,
-        backend="native",
-        operation="publish",
-        queue=queue,
-    )
