@@ -573,6 +573,23 @@ async def test_a_renewal_that_fails_otherwise_is_logged_and_tried_again(clock, c
     assert [item for item in caplog.records if "could not be renewed" in item.getMessage()]
 
 
+async def test_leases_are_renewed_together_however_slow_each_answer_is(clock):
+    work, began = Work(clock, 100), []
+
+    async def slow() -> None:
+        began.append(clock.monotonic())
+        await asyncio.sleep(0.5)
+
+    backend = ScriptedBackend()
+    backend.script("extend", *[slow] * 8)
+    handle = consume("orders", ack_deadline=3, concurrency=8, prefetch=8)(work)
+    async with make_service(handle, clock=clock, backend=backend):
+        backend.put("orders", *envelopes(8))
+        await clock.advance(2)
+        assert len(began) == 8
+        assert len(set(began)) == 1
+
+
 async def test_a_late_ack_is_refused_and_the_message_runs_again(clock, caplog):
     work = Work(clock, 1)
     backend = ScriptedBackend()

@@ -373,18 +373,19 @@ class Session:
                 self._holding.clear()
                 await self._holding.wait()
             await asyncio.sleep(lease / RENEWALS_PER_LEASE)
-            for job in list(self.held):
-                if job.lost or job not in self.held:
-                    continue
-                try:
-                    await self._subscription.extend(job.delivery, lease)
-                except (AckDeadlineExceeded, MessageNotFound):
-                    if job in self.held:
-                        self._lose(job)
-                except QueueError as error:
-                    logger.warning(
-                        "%s: a lease could not be renewed: %s", self._consumer.channel, error
-                    )
+            # All at once: one after the other, many on a slow network would come too late.
+            await asyncio.gather(*[self._extend(job, lease) for job in self.held if not job.lost])
+
+    async def _extend(self, job: Job, lease: float) -> None:
+        if job not in self.held:
+            return
+        try:
+            await self._subscription.extend(job.delivery, lease)
+        except (AckDeadlineExceeded, MessageNotFound):
+            if job in self.held:
+                self._lose(job)
+        except QueueError as error:
+            logger.warning("%s: a lease could not be renewed: %s", self._consumer.channel, error)
 
     def _lose(self, job: Job) -> None:
         job.lost = True
