@@ -137,6 +137,32 @@ async def test_a_person_can_read_what_qkit_sent(
     assert record.partition == partition_of(b"c-7", 4), "where every client would send it"
 
 
+async def test_a_record_beyond_the_limit_is_a_dead_letter_and_holds_up_nothing(
+    kafka_url: str, admin: Any, name: str
+) -> None:
+    """Its topic takes more than qkit does; the topic of dead letters must take it too."""
+    await admin.create_topics(
+        [NewTopic(name, 1, 1, topic_configs={"max.message.bytes": "8000000"})]
+    )
+    got: list[int] = []
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.append(number)
+
+    service = QueueService(Settings(type="kafka", url=kafka_url))
+    service.register(handle)
+    producer = AIOKafkaProducer(bootstrap_servers=kafka_url, max_request_size=8_000_000)
+    await producer.start()
+    async with service:
+        await producer.send_and_wait(name, b"x" * 3_000_000)
+        await producer.stop()
+        await service.send(name, 1)
+        await eventually(lambda: got == [1])
+        (letter,) = await service.dead_letters(name).list()
+        assert len(letter.body) == 3_000_000
+
+
 async def test_a_foreign_message_that_is_retried_keeps_its_id_and_place(
     kafka_url: str, backend: KafkaBackend, raw: Any, name: str
 ) -> None:

@@ -32,6 +32,7 @@ __all__ = ["KafkaBackend"]
 
 FULL_AGAIN: Final = 0.3  # acks are committed in groups: a queue is full if it still is after this
 MARGIN: Final = 128 << 10  # beside the body: headers, and the frame around them
+LARGEST: Final = str(1 << 30)  # bytes of a dead letter
 
 
 class KafkaBackend:
@@ -120,9 +121,10 @@ class KafkaBackend:
                 raise not_found(spec.name, "declare")
         else:
             # Of dead letters the oldest go first, and only one partition has an order. They are
-            # limited by their number, so time does not delete them.
+            # limited by their number, so time does not delete them, and their topic takes whatever
+            # another program could write: a letter that fits nowhere would hold up its channel.
             partitions = 1 if spec.drop_oldest else self._partitions
-            more = {"retention.ms": "-1"} if spec.drop_oldest else {}
+            more = {"retention.ms": "-1", "max.message.bytes": LARGEST} if spec.drop_oldest else {}
             await self._create(spec.name, partitions, spec.replicas, more)
         self._specs[spec.name] = spec
 
