@@ -714,3 +714,41 @@ def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, mis
     settings = Settings(type="redis", mode="list", url="redis://localhost/")
     with pytest.raises(ConfigError, match=r"pip install 'qkit\[redis\]'"):
         open_backend(settings, SystemClock())
+
+
+@pytest.mark.parametrize(
+    "frame_", [b"qk1 %FF - 0 0 0 -\n\n1", b"qk1 a - 0 0 0 =k%FF\n\n1", b"qk1 %ED - 0 0 0 -\n\n1"]
+)
+async def test_a_name_that_is_no_text_holds_up_nothing(
+    backend: RedisListBackend, raw: Any, name: str, frame_: bytes
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, frame_)
+    await backend.publish(name, [Envelope("good", b"2")])
+    assert len(await backend.peek(name, 10)) == 2
+    async with backend.subscribe(spec(name)) as subscription:
+        found: list[Delivery] = []
+        async with asyncio.timeout(20):
+            while len(found) < 2:
+                found += await subscription.receive(10)
+        assert [delivery.envelope.body for delivery in found] == [b"1", b"2"]
+
+
+async def test_a_late_ack_never_removes_a_message_of_a_queue_that_was_made_again(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("old", b"")])
+    async with asyncio.timeout(20), backend.subscribe(spec(name)) as one:
+        (old,) = await one.receive(1)
+        await backend.delete(name)
+        await backend.declare(QueueSpec(name=name))
+        await backend.publish(name, [Envelope("new", b"")])
+        async with backend.subscribe(spec(name)) as two:
+            (new,) = await two.receive(1)
+            with pytest.raises(QueueError):
+                await one.ack(old)
+            await two.release(new, 0.0)
+            (again,) = await two.receive(1)
+            assert again.envelope.id == "new"
+            await two.ack(again)

@@ -93,17 +93,24 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
         return Envelope(FOREIGN, frame, attempt=0), False
     id, priority, due, expires, deliveries, spent, key, headers = found.groups()
     return Envelope(
-        unquote(id.decode(errors="replace"), errors="surrogatepass") if id != b"%" else "",
+        _unquoted(id) if id != b"%" else "",
         frame[found.end() :],
         _headers(headers) if headers else {},
-        None
-        if key[:1] == b"-"
-        else unquote(key[1:].decode(errors="replace"), errors="surrogatepass"),
+        None if key[:1] == b"-" else _unquoted(key[1:]),
         None if priority == b"-" else int(priority),
         int(due) / 1000 if due != b"0" else None,
         int(expires) / 1000 if expires != b"0" else None,
         int(deliveries),
     ), bool(spent)
+
+
+def _unquoted(text: bytes) -> str:
+    # Another program may have written anything; the message counts, whatever its name.
+    words = text.decode(errors="replace")
+    try:
+        return unquote(words, errors="surrogatepass")
+    except UnicodeDecodeError:
+        return unquote(words, errors="replace")
 
 
 def _headers(line: bytes) -> dict[str, str]:

@@ -17,6 +17,10 @@ local wanted = ARGV[2] or (redis.call('LLEN', KEYS[2]) > 0 and 'queue')
 if kind and kind ~= wanted then return kind end
 if not wanted then return false end
 redis.call('HSET', KEYS[1], 'kind', wanted)
+-- Tokens count on from the time of the first declaration in microseconds, so that a queue that was
+-- deleted and made again never names what an old consumer still holds.
+local t = redis.call('TIME')
+redis.call('HSETNX', KEYS[1], 'seq', string.format('%.0f', t[1] * 1000000 + t[2]))
 for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return wanted
 """,

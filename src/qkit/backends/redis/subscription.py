@@ -127,7 +127,7 @@ class RedisSubscription:
                 wait = await self._take(claim, count)
             while self._receivers and not self._claimed and not self._stopped:
                 wait = await self._take(await self._park(wait, count), count)
-        except (*DRIVER_ERRORS, QueueError) as error:
+        except Exception as error:  # whatever it was, a receive must hear of it
             self._broken = self._lost(error)
         finally:
             self._fetching = None
