@@ -13,7 +13,7 @@ from qkit.backends.rabbit import properties
 from qkit.backends.rabbit.administration import Administration
 from qkit.backends.rabbit.connection import Address, Link
 from qkit.backends.rabbit.delay import LONGEST, Cascade
-from qkit.backends.rabbit.failures import translated
+from qkit.backends.rabbit.failures import DRIVER_ERRORS, translated
 from qkit.backends.rabbit.properties import USUAL_PRIORITY
 from qkit.backends.rabbit.publishing import Outgoing, Publisher
 from qkit.backends.rabbit.subscription import RabbitSubscription
@@ -71,6 +71,7 @@ class RabbitMQBackend(Administration):
         self._publisher = Publisher(self._sending)
         self._topology = Topology(quorum=self._quorum, replicas=replicas)
         self._cascade = Cascade(self._topology)
+        self._bound: set[str] = set()  # what others made, where delayed messages now come out
         self._specs: dict[str, QueueSpec] = {}
         self._groups: dict[str, set[str]] = {}  # of topics, as far as this service knows them
         self._callbacks: list[Callable[[DeadLetter], None]] = []
@@ -130,8 +131,9 @@ class RabbitMQBackend(Administration):
         fitting = len(envelopes)
         if spec is not None and spec.max_depth is not None:
             fitting = await self._room(spec, len(envelopes))
-        if not self._cascade.ready and any(item.not_before is not None for item in envelopes):
-            await self._prepare_delays(queue, spec)
+        delayed = [item for item in envelopes if item.not_before is not None]
+        for target in {_target(queue, spec, item) for item in delayed}:
+            await self._prepare_delays(target, spec)
         now = self._clock.time()
         outgoing = [self._outgoing(queue, spec, item, now) for item in envelopes[:fitting]]
         errors = await self._publisher.publish(outgoing) if outgoing else []
@@ -139,7 +141,7 @@ class RabbitMQBackend(Administration):
             return [Sent(item.id) for item in envelopes]
         if any(isinstance(error, QueueNotFound) for error in errors):
             self._topology.forget()
-            self._cascade.ready = False
+            self._forget_delays()
         results: list[Sent | QueueError] = [
             error or Sent(item.id) for item, error in zip(envelopes, errors, strict=False)
         ]
@@ -151,11 +153,11 @@ class RabbitMQBackend(Administration):
     ) -> Outgoing:
         """Where a message goes: to its queue, to a topic or one of its groups, or to wait first."""
         topic = spec is not None and spec.broadcast
-        target = queue
-        if topic and GROUP in envelope.headers:
+        target = _target(queue, spec, envelope)
+        if target != queue:
             headers = dict(envelope.headers)
-            target, topic = group_queue(queue, headers.pop(GROUP)), False
-            envelope = replace(envelope, headers=headers)
+            del headers[GROUP]
+            envelope, topic = replace(envelope, headers=headers), False
         delay = 0.0 if envelope.not_before is None else envelope.not_before - now
         # The broker may let it expire where the way to the dead letters is safe: not in the
         # cascade, which it would leave early, nor where there are none and nobody hears of it.
@@ -175,22 +177,31 @@ class RabbitMQBackend(Administration):
         return Outgoing(target, exchange, target, facts, envelope.body, mandatory=not topic)
 
     async def _prepare_delays(self, queue: str, spec: QueueSpec | None) -> None:
+        """The cascade, and that what leaves it finds its queue or topic."""
+        passive = spec is not None and spec.passive
+        if self._cascade.ready and (not passive or queue in self._bound):
+            return
         async with translated("publish", queue), self._consuming.control() as channel:
-            if spec is None or not spec.passive:
+            if not passive:
                 await self._cascade.declare(channel)
                 return
             try:
                 await self._cascade.check(channel)
-            except Exception as error:
+                # Somebody else made the queue, perhaps for programs that know no delays.
+                topic = spec is not None and spec.broadcast and queue == spec.name
+                await self._topology.bind_delays(channel, queue, topic=topic)
+            except DRIVER_ERRORS as error:
                 raise ConfigError(
-                    "declare='passive' and this vhost has no qkit.delay: start a service with "
-                    "declare='create' once, or send without a delay",
+                    "declare='passive', and this vhost has no qkit.delay or the queue may not be "
+                    "bound to it: start a service with declare='create' once, or send without a "
+                    "delay and set retry.mode='inline'",
                     backend=self.name,
                     operation="publish",
                     queue=queue,
                     cause=error,
                 ) from error
             self._cascade.ready = True
+            self._bound.add(queue)
 
     async def _send_again(
         self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
@@ -198,14 +209,19 @@ class RabbitMQBackend(Administration):
         """A copy of a message to the queue it came from, confirmed."""
         exchange, key = "", queue
         if delay > 0:
-            if not self._cascade.ready:
-                await self._prepare_delays(queue, self._specs.get(queue.partition(":")[0]))
+            await self._prepare_delays(queue, self._specs.get(queue.partition(":")[0]))
             exchange, key = self._cascade.way(queue, delay)
         outgoing = Outgoing(queue, exchange, key, facts, envelope.body)
         (error,) = await self._publisher.publish([outgoing])
         if error is not None:
-            self._cascade.ready = self._cascade.ready and not isinstance(error, QueueNotFound)
+            if isinstance(error, QueueNotFound):
+                self._forget_delays()
             raise error
+
+    def _forget_delays(self) -> None:
+        """Something of the way of delayed messages is gone: look again."""
+        self._cascade.ready = False
+        self._bound.clear()
 
     async def _room(self, spec: QueueSpec, wanted: int) -> int:
         """How many messages fit; in the dead letters the oldest make room, and are told of."""
@@ -318,3 +334,9 @@ class RabbitMQBackend(Administration):
 def _version(text: str) -> tuple[int, ...]:
     parts = text.split(".")
     return tuple(int(part) for part in parts[:2] if part.isdigit())
+
+
+def _target(queue: str, spec: QueueSpec | None, envelope: Envelope) -> str:
+    """Where a message is meant for: its queue, its topic, or one group of that."""
+    group = envelope.headers.get(GROUP) if spec is not None and spec.broadcast else None
+    return queue if group is None else group_queue(queue, group)

@@ -10,6 +10,7 @@ import aiormq
 import pytest
 
 from qkit.backend import QueueSpec
+from qkit.backends.rabbit import subscription as subscription_module
 from qkit.backends.rabbit.delay import LONGEST, UNIT, Cascade
 from qkit.backends.rabbit.topology import LEVELS, Topology
 from qkit.backends.rabbitmq import RabbitMQBackend
@@ -224,3 +225,49 @@ async def test_purging_one_queue_leaves_what_waits_for_others(
 
 async def _empty(backend: RabbitMQBackend, name: str) -> bool:
     return (await backend.stats(name)).depth == 0
+
+
+async def test_a_queue_that_another_program_made_gets_its_delayed_messages(
+    classic: RabbitMQBackend, rabbitmq_url: str, raw: aiormq.Channel, name: str
+) -> None:
+    """``declare="passive"``: nobody bound it where delayed messages come out."""
+    await declare(classic, f"{name}-other")
+    await classic.publish(f"{name}-other", [Envelope("x", b"", not_before=time.time() + 0.1)])
+    await raw.queue_declare(name, durable=True)
+    passive = RabbitMQBackend(rabbitmq_url)
+    await passive.start()
+    try:
+        await passive.declare(QueueSpec(name=name, passive=True))
+        await passive.publish(name, [Envelope("late", b"", not_before=time.time() + 0.2)])
+        async with passive.subscribe(spec(name)) as subscription:
+            for attempt in (1, 2):
+                (delivery,) = await take(subscription, 1)
+                assert (delivery.envelope.id, delivery.envelope.attempt) == ("late", attempt)
+                await subscription.release(delivery, 0.2)
+    finally:
+        await passive.aclose()
+        await raw.queue_delete(name)
+
+
+async def test_a_copy_that_cannot_be_sent_does_not_make_a_hot_loop(
+    classic: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscription_module, "REST", 0.5)
+    await declare(classic, name)
+    await classic.publish(name, [Envelope("a", b"")])
+    refused = 0
+
+    async def refuse(*_: object) -> None:
+        nonlocal refused
+        refused += 1
+        raise ConfigError("no cascade")
+
+    async with classic.subscribe(spec(name)) as subscription:
+        monkeypatch.setattr(subscription, "_send_again", refuse)
+        began = time.monotonic()
+        for _ in range(3):
+            (delivery,) = await take(subscription, 1)
+            with pytest.raises(ConfigError):
+                await subscription.release(delivery, 1.0)
+        assert refused == 3
+        assert time.monotonic() - began >= 2 * 0.5

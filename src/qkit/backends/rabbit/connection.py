@@ -19,6 +19,7 @@ from aiormq.connection import TCPTransportFactory, TLSTransportFactory, Transpor
 from yarl import URL
 
 from qkit.backends.rabbit.failures import translated
+from qkit.backends.rabbit.leniency import read_leniently
 from qkit.backends.rabbit.topology import BACKEND
 from qkit.errors import BackendUnavailable, ConfigError
 
@@ -60,6 +61,7 @@ class Address:
 
     def connection(self, purpose: str, transport: TransportFactory) -> aiormq.Connection:
         """A connection that is not open yet; people find it under its purpose."""
+        read_leniently()
         return aiormq.Connection(
             self._url,
             context=self._tls(),

@@ -29,7 +29,7 @@ from qkit.tasks import end_tasks
 
 __all__ = ["RabbitSubscription", "Received"]
 
-REST: Final = 1.0  # between two tries to bury a message
+REST: Final = 1.0  # between two tries to bury a message, or before one that failed goes back
 UNWANTED: Final = 1.0  # after so long what nobody receives goes back to the queue
 
 
@@ -305,9 +305,15 @@ class RabbitSubscription:
         try:
             await self._send_again(self._queue, envelope, again, delay)
         except BaseException:
-            self._requeue(received)  # there may be a copy, and there must not be none
+            # There may be a copy, and there must not be none. After a rest: it comes again at once.
+            self._spawn(self._requeue_later(received))
             raise
         self._settle(received)
+
+    async def _requeue_later(self, received: Received) -> None:
+        await asyncio.sleep(REST)
+        if received in self._held:
+            self._requeue(received)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """There is nothing to extend: a message is held for as long as the connection lives."""

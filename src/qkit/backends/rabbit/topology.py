@@ -81,7 +81,7 @@ class Topology:
             self._ready = True
         if spec.broadcast:
             await channel.exchange_declare(spec.name, exchange_type="fanout", durable=True)
-            await channel.exchange_bind(spec.name, EXIT, ANY_DELAY + address(spec.name))
+            await self.bind_delays(channel, spec.name, topic=True)
             return
         await self._declare_queue(channel, spec.name, spec)
         if spec.drop_oldest:
@@ -96,7 +96,12 @@ class Topology:
 
     async def _declare_queue(self, channel: Channel, name: str, spec: QueueSpec) -> None:
         await channel.queue_declare(name, durable=True, arguments=self.arguments(spec))
-        await channel.queue_bind(name, EXIT, ANY_DELAY + address(name))
+        await self.bind_delays(channel, name, topic=False)
+
+    async def bind_delays(self, channel: Channel, name: str, *, topic: bool) -> None:
+        """Let what waited for a queue or topic come out there; without it, it would be lost."""
+        bind = channel.exchange_bind if topic else channel.queue_bind
+        await bind(name, EXIT, ANY_DELAY + address(name))
 
     async def _declare_common(self, channel: Channel) -> None:
         await channel.exchange_declare(DEAD_LETTERS, exchange_type="direct", durable=True)
