@@ -355,9 +355,11 @@ def test_columns_are_chosen_by_the_schema() -> None:
 def test_decimals_are_seconds_too() -> None:
     from decimal import Decimal
 
-    batch = pa.RecordBatch.from_pylist([{"value": "{}", "delay": Decimal("1.5")}])
-    [(body, options)] = Columns("text", (("delay", "delay"),)).rows(batch)
-    assert (body, options) == ("{}", {"delay": 1.5})
+    delays = [None, Decimal("1.5")]
+    batch = pa.RecordBatch.from_pylist([{"value": "{}", "delay": delay} for delay in delays])
+    found = list(Columns("text", (("delay", "delay"),)).rows(batch))
+    assert found == [("{}", {}), ("{}", {"delay": 1.5})]
+    assert type(found[1][1]["delay"]) is float
 
 
 def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:

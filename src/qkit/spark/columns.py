@@ -68,7 +68,7 @@ class Columns:
         if not self.metadata:
             return repeat(NONE)
         names = [name for name, _ in self.metadata]
-        columns = [_numbers(_values(batch, column)) for _, column in self.metadata]
+        columns = [_values(batch, column) for _, column in self.metadata]
         return (
             cast(
                 "SendOptions",
@@ -141,11 +141,7 @@ def _check(name: str, column: str, type_: DataType) -> None:
 
 
 def _values(batch: pa.RecordBatch, column: str) -> list[Any]:
-    return list(batch.column(column).to_pylist(maps_as_pydicts="strict"))
-
-
-def _numbers(values: list[Any]) -> list[Any]:
-    """Decimals as floats: a delay of 1.5 may come as either."""
-    if any(type(value).__name__ == "Decimal" for value in values[:1]):
-        return [None if value is None else float(value) for value in values]
-    return values
+    values = batch.column(column)
+    if pa.types.is_decimal(values.type):  # seconds: 1.5 may come as a decimal too
+        values = values.cast(pa.float64())
+    return list(values.to_pylist(maps_as_pydicts="strict"))
