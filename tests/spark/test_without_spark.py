@@ -30,7 +30,7 @@ from qkit.spark.options import Plan, plan_of
 from qkit.spark.report import Report, page
 from qkit.spark.stage import Stage
 from qkit.spark.streaming import StreamReader
-from qkit.spark.writing import BatchWriter, Written
+from qkit.spark.writing import BatchWriter, TaskDone
 from tests.spark.conftest import ROOT
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
@@ -281,7 +281,7 @@ class TestWriter:
         writer = BatchWriter(plan_of(options), Columns("row", ()))
         batch = pa.RecordBatch.from_pylist([{"id": 1}])
         lost = writer.write(iter([batch]))
-        won = Written(lost.job, lost.staged, 1, 0, 0)
+        won = TaskDone(lost.job, lost.staged, 1, 0, 0)
         (tmp_path / "inbox" / f".{lost.staged}" / "00000000.seg").rename(
             tmp_path / "inbox" / f".{lost.staged}" / "00000001.seg"
         )
@@ -290,6 +290,19 @@ class TestWriter:
         writer.commit([won, None])
         [published] = (tmp_path / "inbox" / lost.job).iterdir()
         assert published.name == "00000001.seg"
+
+    def test_parts_that_the_driver_does_not_see_are_not_taken_for_published(
+        self, tmp_path: Path
+    ) -> None:
+        writer = BatchWriter(
+            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns("row", ())
+        )
+        done = writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
+        elsewhere = TaskDone(done.job, done.staged, done.part + 1, 1, 0)
+        with pytest.raises(StorageError, match=r"1 of 2 parts .* executors must see"):
+            writer.commit([done, elsewhere])
+        writer.abort([done, elsewhere])
+        assert list((tmp_path / "inbox").iterdir()) == []
 
     @pytest.mark.parametrize(("kind", "body"), [("text", None), ("struct", None), ("bytes", None)])
     def test_a_message_needs_a_body(self, kind: Any, body: object, tmp_path: Path) -> None:

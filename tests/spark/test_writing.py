@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.errors import AnalysisException
 from pyspark.sql import DataFrame, SparkSession
 
 from qkit import DeadLetter, Settings, SyncQueueService
@@ -100,10 +101,21 @@ def test_what_cannot_be_is_refused_on_the_driver(
         ("select 'a' as value, 'x' as priority", {}, "cast it to int"),
         ("select 1 as id", {"key": "nobody"}, "which is not there"),
         ("select 1 as id", {"path": ""}, "path"),
+        ("select 1 as id", {"model": "tests.spark.models:Nobody"}, "cannot be loaded"),
     ]:
-        with pytest.raises(Exception, match="qkit") as raised:
+        with pytest.raises(AnalysisException, match="qkit") as raised:  # and not from a task
             save(spark.sql(frame), channel="orders", **{**native, **options})
         assert words in str(raised.value)
+
+
+def test_a_channel_cannot_be_overwritten(
+    spark: SparkSession, directory: Path, native: dict[str, str]
+) -> None:
+    with pytest.raises(AnalysisException, match="mode\\('append'\\)"):
+        spark.range(3).write.format("qkit").mode("overwrite").options(
+            channel="orders", **native
+        ).save()
+    assert look(directory, "orders") == [[]]
 
 
 def test_a_bad_row_fails_the_job_shows_itself_and_publishes_nothing(

@@ -34,7 +34,17 @@ from qkit.native.segment import (
     seal,
 )
 
-__all__ = ["Bulk", "BulkWriter", "abort", "bulks", "check_bulk", "commit", "discard", "read_bulk"]
+__all__ = [
+    "Bulk",
+    "BulkWriter",
+    "abort",
+    "bulks",
+    "check_bulk",
+    "commit",
+    "discard",
+    "parts",
+    "read_bulk",
+]
 
 _JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _LOG_ID: Final = b"qkit-bulk-file\0\0"
@@ -159,6 +169,11 @@ class BulkWriter:
             self.close()
         else:
             self.abort()
+
+
+def parts(path: str | os.PathLike[str], job: str) -> set[int]:
+    """The numbers of the parts that are complete, of a job that is not published yet."""
+    return {int(part.stem) for part in _staged(path, job).glob("*.seg")}
 
 
 def commit(

@@ -2,7 +2,8 @@
 
 >>> import qkit.spark                                                       # doctest: +SKIP
 >>> qkit.spark.register(spark)                                              # doctest: +SKIP
->>> df.write.format("qkit").option("channel", "orders").save("data")        # doctest: +SKIP
+>>> settings = {"channel": "orders", "type": "native", "path": "data"}
+>>> df.write.format("qkit").mode("append").options(**settings).save()       # doctest: +SKIP
 """
 
 from __future__ import annotations

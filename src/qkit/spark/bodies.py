@@ -20,7 +20,7 @@ from qkit.routes import Route
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
 
-__all__ = ["Bodies", "ids", "shown"]
+__all__ = ["Bodies", "ids", "is_about_the_row", "shown"]
 
 _BYTES: Final = "application/octet-stream"
 _ROW: Final = 500  # characters of a row that an error shows

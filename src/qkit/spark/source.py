@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
+from qkit.errors import ConfigError
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
 from qkit.spark.rows import check_schema, schema_of
@@ -45,6 +46,8 @@ class QkitDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """For ``df.write``."""
+        if overwrite:
+            raise ConfigError("a channel cannot be overwritten: write with mode('append')")
         plan = plan_of(self.options)
         return BatchWriter(plan, columns_of(schema, plan.columns))
 

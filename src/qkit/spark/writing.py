@@ -24,7 +24,7 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from qkit.errors import InvalidBody
+from qkit.errors import InvalidBody, StorageError
 from qkit.logs import logger
 from qkit.message import Envelope, new_id
 from qkit.native import inbox
@@ -37,7 +37,7 @@ from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Counting, Sink, is_
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BatchWriter", "StreamWriter", "Task", "Written"]
+__all__ = ["BatchWriter", "StreamWriter", "Task", "TaskDone"]
 
 GROUP: Final = 500  # messages handed over together
 STAGED: Final = "spark-"  # what bulk files are called while Spark's tasks write them
@@ -47,8 +47,8 @@ _QUERY: Final = "sql.streaming.queryId"
 
 
 @dataclass(slots=True)
-class Written(WriterCommitMessage):
-    """What a task tells the driver: the job, and where its parts are staged until it counts."""
+class TaskDone(WriterCommitMessage):
+    """What a task tells the driver: the job, and where its part is staged until it counts."""
 
     job: str
     staged: str
@@ -65,12 +65,13 @@ class _Writer:
         self._columns = columns
         self._only_count = only_count
         self._started = time.time()
-        outlet = Outlet(plan.settings)  # refuses on the driver what the tasks could not do
-        outlet.route(plan.channel, broadcast=plan.broadcast)
+        # Refuse on the driver what the tasks could not do.
+        route = Outlet(plan.settings).route(plan.channel, broadcast=plan.broadcast)
+        Bodies(plan, columns, route)
         if is_bulk(plan):
             native_path(plan)
 
-    def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> Written:
+    def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> TaskDone:
         context = TaskContext.get()
         partition, attempt = (
             (0, 0) if context is None else (context.partitionId(), context.attemptNumber())
@@ -93,19 +94,17 @@ class _Writer:
         except BaseException:
             sink.give_up()
             raise
-        return Written(job, staged, part, task.rows, task.dead_letters)
+        return TaskDone(job, staged, part, task.rows, task.dead_letters)
 
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        written = [message for message in messages if isinstance(message, Written)]
-        if not written:
+        done = _done(messages)
+        if not done:
             return
-        rows = sum(message.rows for message in written)
-        letters = sum(message.dead_letters for message in written)
-        job, staged = written[0].job, written[0].staged
+        rows = sum(task.rows for task in done)
+        letters = sum(task.dead_letters for task in done)
+        job = done[0].job
         if is_bulk(self._plan) and not self._only_count:
-            path = native_path(self._plan)
-            inbox.commit(path, staged, parts={message.part for message in written}, name=job)
-            _sweep(Path(path) / "inbox")
+            self._publish_parts(job, done[0].staged, {task.part for task in done})
         logger.info(
             "%s: %d messages and %d dead letters of job %s",
             self._plan.channel,
@@ -117,6 +116,21 @@ class _Writer:
             report = {"job": job, "messages": rows - letters, "dead_letters": letters}
             Path(self._plan.report).write_text(json.dumps(report))
 
+    def _publish_parts(self, job: str, staged: str, parts: set[int]) -> None:
+        path = Path(native_path(self._plan))
+        missing = parts - inbox.parts(path, staged)
+        if missing:
+            raise StorageError(
+                f"{len(missing)} of {len(parts)} parts that tasks have written are not in "
+                f"{path}/inbox, and nothing was published: the executors must see the directory "
+                "that the driver sees",
+                backend="native",
+                operation="send",
+                queue=self._plan.channel,
+            )
+        inbox.commit(path, staged, parts=parts, name=job)
+        _sweep(path / "inbox")
+
     def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
         """``staged`` may hold a star: failed tasks have told nothing."""
         if is_bulk(self._plan):
@@ -124,7 +138,7 @@ class _Writer:
             for left in (Path(path) / "inbox").glob(f".{staged}"):
                 inbox.abort(path, left.name.removeprefix("."))
         else:
-            sent = sum(message.rows for message in messages if isinstance(message, Written))
+            sent = sum(task.rows for task in _done(messages))
             logger.error(
                 "%s: the write failed after %d messages of complete tasks were sent; more of the "
                 "others may have been, as their errors say",
@@ -140,7 +154,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
         super().__init__(plan, columns, only_count=only_count)
         self._run = STAGED + new_id()
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """In a task: make messages of the rows and hand them over."""
         return self._write(iterator, self._plan.job_id or self._run, self._run)
 
@@ -164,7 +178,7 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
         told = repr(sorted(options.items())).encode()
         self._mark = STAGED + blake2b(told, digest_size=8).hexdigest()
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> Written:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
         """In a task: make messages of the rows and hand them over."""
         context = TaskContext.get()
         assert context is not None, "Spark runs this in a task"
@@ -238,6 +252,11 @@ class Task:
             "dead letters",
             queue=self._plan.channel,
         )
+
+
+def _done(messages: Sequence[WriterCommitMessage | None]) -> list[TaskDone]:
+    """What those tasks told that came to their end."""
+    return [message for message in messages if isinstance(message, TaskDone)]
 
 
 def _sweep(directory: Path) -> None:
