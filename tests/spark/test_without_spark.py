@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -134,6 +135,30 @@ class TestStage:
             end = source.latest(start, None)
             assert values(rows(source.pieces(start, end))) == list(range(5))
             assert source.latest(end, None) == end
+            source.close()
+
+    @pytest.mark.parametrize("options", ["redis"], indirect=True)
+    def test_messages_that_never_cease_do_not_keep_a_batch_open(
+        self, options: dict[str, str], tmp_path: Path
+    ) -> None:
+        over = threading.Event()
+
+        def trickle() -> None:
+            with service_of(options) as service:
+                while not over.wait(0.03):
+                    service.send(options["channel"], 1)
+
+        sending = threading.Thread(target=trickle)
+        source = Stage(plan_of({**options, "stage": str(tmp_path / "stage")}))
+        start = source.initial()
+        sending.start()
+        try:
+            first = source.latest(start, None)  # or never
+            assert 0 < len(rows(source.pieces(start, first))) < 1_000
+            assert source.latest(first, None) != first
+        finally:
+            over.set()
+            sending.join()
             source.close()
 
     def test_it_needs_a_directory_and_has_it_alone(

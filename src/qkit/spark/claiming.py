@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -17,12 +17,14 @@ from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.outlet import Outlet
 
-__all__ = ["Claiming"]
+__all__ = ["PREFETCH", "Claiming"]
 
 PREFETCH: Final = 1_000
 QUIET: Final = 0.2  # seconds without a message after which there are none
+GATHERING: Final = 2.0  # seconds for one stage to fill: leases run, and Spark waits for its batch
 JOINING: Final = 5.0  # the same for a new subscription, which a broker may first let into a group
 GIVE_UP: Final = 5.0  # seconds to close what is broken
+UNKNOWN: Final = 1 << 60  # the depth of what does not tell its own
 
 
 class Claiming:
@@ -41,11 +43,14 @@ class Claiming:
         self._worked = False
 
     def depth(self) -> int:
-        """How many messages wait now, as far as the backend can tell; else no limit is known."""
+        """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
         return self._loop.call(self._depth())
 
     def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
-        """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many."""
+        """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many.
+
+        Fewer than ``PREFETCH``, and than ``limit``, if no more came in a while.
+        """
         return self._loop.call(self._take(limit, keep))
 
     def close(self) -> None:
@@ -62,7 +67,7 @@ class Claiming:
                 return (await backend.stats(self._plan.queue)).depth
         finally:
             await backend.aclose()
-        return 1 << 60
+        return UNKNOWN
 
     async def _take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
         try:
@@ -81,14 +86,14 @@ class Claiming:
         return len(deliveries)
 
     async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
-        """What comes until there is quiet; parking is safe to cancel."""
-        found: list[Delivery] = []
+        """What comes until there is quiet, or for a while."""
         patience, self._patience = self._patience, QUIET
-        while len(found) < limit:
-            try:
-                async with asyncio.timeout(QUIET if found else patience):
-                    more = await subscription.receive(limit - len(found))
-            except TimeoutError:
+        found = await _within(patience, subscription.receive(limit))
+        time = asyncio.get_running_loop().time
+        until = time() + GATHERING
+        while 0 < len(found) < limit and time() < until:
+            more = await _within(QUIET, subscription.receive(limit - len(found)))
+            if not more:
                 break
             found += more
         return found
@@ -134,6 +139,15 @@ class Claiming:
                     await stack.aclose()
             except (QueueError, TimeoutError, OSError) as error:
                 logger.warning("%s: closing what was lost: %s", self._plan.channel, error)
+
+
+async def _within(seconds: float, coming: Awaitable[list[Delivery]]) -> list[Delivery]:
+    """What comes in time; parking is safe to cancel."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await coming
+    except TimeoutError:
+        return []
 
 
 async def _acknowledge(subscription: Subscription, deliveries: Sequence[Delivery]) -> None:

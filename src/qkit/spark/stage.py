@@ -23,7 +23,7 @@ from qkit.errors import ConfigError, StorageError
 from qkit.message import Envelope
 from qkit.native.disk import sync_path
 from qkit.spark import rows
-from qkit.spark.claiming import Claiming
+from qkit.spark.claiming import PREFETCH, Claiming
 from qkit.spark.options import Plan
 
 __all__ = ["Stage", "read"]
@@ -74,19 +74,17 @@ class Stage:
         return {"stage": self._fill(done, limit or MOST)}
 
     def _fill(self, number: int, wanted: int) -> int:
-        """Stage up to ``wanted`` messages; the number of the last stage."""
+        """Stage what waits, up to ``wanted`` messages; the number of the last stage."""
         if self._budget is not None:
             wanted = min(wanted, self._budget)
         while wanted > 0:
-            number += 1
-            count = self._reached().take(wanted, partial(self._write, number))
-            if not count:
-                if self._budget is not None:
-                    self._budget = 0
-                return number - 1
-            wanted -= count
+            count = self._reached().take(wanted, partial(self._write, number + 1))
+            number += bool(count)
             if self._budget is not None:
-                self._budget -= count
+                self._budget = self._budget - count if count else 0
+            if count < min(wanted, PREFETCH):  # what comes from now on is of the next batch
+                break
+            wanted -= count
         return number
 
     def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[str]]:
