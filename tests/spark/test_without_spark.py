@@ -8,18 +8,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.types import StructType
 
 from qkit import SyncQueueService
-from qkit.errors import ConfigError, InvalidBody, QueueNotFound, StorageError
+from qkit.errors import BackendUnavailable, ConfigError, InvalidBody, QueueNotFound, StorageError
 from qkit.message import new_id
 from qkit.native.readers import forget
 from qkit.spark import broker_log, native_log, stage
@@ -33,6 +35,8 @@ from qkit.spark.stage import Stage
 from qkit.spark.streaming import StreamReader
 from qkit.spark.writing import BatchWriter, TaskDone
 from tests.spark.conftest import ROOT
+from tests.support.private_brokers import PrivateBroker
+from tests.support.proxy import Proxy
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
@@ -197,6 +201,20 @@ class TestBrokerLog:
             assert source.latest(second, None) == second
             source.close()
 
+    @pytest.mark.parametrize("options", ["kafka"], indirect=True)
+    def test_what_the_log_no_longer_has_is_said(self, options: dict[str, str]) -> None:
+        with service_of(options) as service:
+            service.send_many(options["channel"], range(5))
+            source = BrokerLog(plan_of(options))
+            end = source.latest(source.initial(), None)
+            beyond = {"offsets": {place: at + 1 for place, at in end["offsets"].items()}}
+            with pytest.raises(StorageError, match="made again"):
+                source.latest(beyond, None)
+            service.purge(options["channel"])
+            with pytest.raises(StorageError, match="retention"):
+                source.latest({"offsets": dict.fromkeys(end["offsets"], 0)}, None)
+            source.close()
+
     def found(
         self, plan: Plan, source: BrokerLog, start: dict[str, Any], end: dict[str, Any]
     ) -> list[int]:
@@ -206,6 +224,78 @@ class TestBrokerLog:
             for batch in broker_log.read(plan, span)
             for row in batch.to_pylist()
         ]
+
+
+class TestOutages:
+    """Of Redis, which is staged, and of Kafka, which has a log."""
+
+    @pytest.fixture
+    def outage(
+        self, request: pytest.FixtureRequest, tmp_path: Path
+    ) -> Iterator[tuple[dict[str, str], Callable[[], AbstractContextManager[None]]]]:
+        """Options of a channel, and what makes its broker go away for a while."""
+        options = {"channel": f"spark-{new_id()}", "type": request.param, "send_timeout": "2"}
+        if request.param == "kafka":
+            kafka: PrivateBroker = request.getfixturevalue("private_kafka")
+            yield {**options, "url": kafka.url}, kafka.frozen
+            return
+        port = urlsplit(request.getfixturevalue("redis_url")).port
+        assert port is not None
+        with Proxy(port) as proxy:
+
+            @contextmanager
+            def refused() -> Iterator[None]:
+                proxy.refuse()
+                yield
+                proxy.heal()
+
+            url = f"redis://127.0.0.1:{proxy.port}/0"
+            yield {**options, "url": url, "mode": "list", "stage": str(tmp_path / "s")}, refused
+            with service_of({**options, "url": url, "mode": "list"}) as service:
+                service.delete(options["channel"])
+
+    def send(self, options: dict[str, str], *bodies: int) -> None:
+        chosen = {name: value for name, value in options.items() if name != "send_timeout"}
+        with service_of(chosen) as service:
+            service.send_many(options["channel"], bodies)
+
+    @pytest.mark.parametrize("outage", ["redis", "kafka"], indirect=True)
+    def test_a_stream_waits_for_its_broker(self, outage: Any) -> None:
+        options, away = outage
+        self.send(options, 1)
+        reader = StreamReader(plan_of(options))
+        start = reader.initialOffset()
+        first = reader.latestOffset(start, ReadAllAvailable())
+        assert self.read(reader, start, first) == [1]
+        with away():
+            assert reader.latestOffset(first, ReadAllAvailable()) == first
+        self.send(options, 2)
+        deadline = time.monotonic() + 60
+        while (second := reader.latestOffset(first, ReadAllAvailable())) == first:
+            assert time.monotonic() < deadline
+        assert self.read(reader, first, second) == [2]
+        reader.stop()
+
+    def read(self, reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+        found = [
+            row
+            for piece in reader.partitions(start, end)
+            for batch in reader.read(piece)
+            for row in batch.to_pylist()
+        ]
+        return values(found)
+
+    @pytest.mark.parametrize("outage", ["redis"], indirect=True)
+    def test_an_outage_is_not_the_end_of_what_is_there_now(self, outage: Any) -> None:
+        options, away = outage
+        self.send(options, 1, 2)
+        reader = StreamReader(plan_of(options))
+        start = reader.initialOffset()
+        reader.prepareForTriggerAvailableNow()
+        first = reader.latestOffset(start, ReadMaxRows(1))
+        with away(), pytest.raises(BackendUnavailable):
+            reader.latestOffset(first, ReadMaxRows(1))
+        reader.stop()
 
 
 class TestNativeLog:

@@ -43,6 +43,7 @@ class BrokerLog:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop: LoopThread | None = None
+        self._declared = False
         self._last: Offsets | None = None  # for who asks for what is there now, and no more
 
     def initial(self) -> dict[str, Any]:
@@ -58,14 +59,18 @@ class BrokerLog:
         """An end with at most ``limit`` offsets before it, the same share of each partition."""
         offsets: Offsets = dict(start["offsets"])
         bounds = self._bounds()
-        for place, (first, _) in bounds.items():
-            if offsets.setdefault(str(place), first) < first:
-                raise StorageError(
-                    f"partition {place} begins at {first}, and this stream is at "
-                    f"{offsets[str(place)]}: the broker deleted what lies between. Begin anew with "
-                    "another checkpoint, and raise the topic's retention",
-                    operation="read",
-                    queue=self._plan.channel,
+        for place, (first, after) in bounds.items():
+            at = offsets.setdefault(str(place), first)
+            if at < first:
+                raise self._gone(
+                    f"partition {place} begins at {first}, and this stream is at {at}: the broker "
+                    "deleted what lies between. Begin anew with another checkpoint, and raise the "
+                    "topic's retention"
+                )
+            if at > after:
+                raise self._gone(
+                    f"partition {place} ends at {after}, and this stream is at {at}: the topic was "
+                    "deleted and made again. Begin anew with another checkpoint"
                 )
         ends = {str(place): after for place, (_, after) in bounds.items()}
         if self._last is not None:
@@ -98,15 +103,19 @@ class BrokerLog:
             self._loop.close()
             self._loop = None
 
+    def _gone(self, text: str) -> StorageError:
+        return StorageError(text, operation="read", queue=self._plan.channel)
+
     def _bounds(self) -> dict[int, tuple[int, int]]:
         if self._loop is None:
             self._loop = LoopThread()
         return self._loop.call(self._ask())
 
     async def _ask(self) -> dict[int, tuple[int, int]]:
-        outlet = Outlet(self._plan.settings)
-        name = self._plan.letters if self._plan.dead_letters else self._plan.channel
-        await outlet.declare(outlet.route(name, broadcast=self._plan.broadcast))
+        if not self._declared:
+            outlet = Outlet(self._plan.settings)
+            await outlet.declare(outlet.route(self._plan.name, broadcast=self._plan.broadcast))
+            self._declared = True
         backend = _opened(self._plan)
         await backend.start()
         try:

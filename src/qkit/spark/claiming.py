@@ -9,7 +9,7 @@ from typing import Final
 
 from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
 from qkit.clock import SystemClock
-from qkit.errors import BackendUnavailable, QueueError, SubscriptionLost
+from qkit.errors import BackendUnavailable, QueueError
 from qkit.logs import logger
 from qkit.message import Envelope, new_id
 from qkit.opening import open_backend
@@ -30,8 +30,7 @@ UNKNOWN: Final = 1 << 60  # the depth of what does not tell its own
 class Claiming:
     """Takes messages, has them kept, and acknowledges them: in this order.
 
-    A broker that goes away later is waited for: meanwhile there are no messages. One that cannot
-    be reached in the beginning is an error.
+    When the broker goes away a call raises ``BackendUnavailable``, and the next connects anew.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -40,7 +39,6 @@ class Claiming:
         self._stack: AsyncExitStack | None = None
         self._subscription: Subscription | None = None
         self._patience = JOINING
-        self._worked = False
 
     def depth(self) -> int:
         """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
@@ -77,12 +75,9 @@ class Claiming:
                 return 0
             await asyncio.to_thread(keep, [delivery.envelope for delivery in deliveries])
             await _acknowledge(subscription, deliveries)
-        except (BackendUnavailable, SubscriptionLost) as error:
+        except BackendUnavailable:
             await self._close()
-            if not self._worked:
-                raise
-            logger.warning("%s: no messages for now: %s", self._plan.channel, error)
-            return 0
+            raise
         return len(deliveries)
 
     async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
@@ -120,14 +115,13 @@ class Claiming:
             except BaseException:
                 await stack.aclose()
                 raise
-            self._stack, self._worked, self._patience = stack, True, JOINING
+            self._stack, self._patience = stack, JOINING
         return self._subscription
 
     async def _declare(self) -> bool:
         """Make sure that the channel exists; whether it is a topic here."""
         outlet = Outlet(self._plan.settings)
-        name = self._plan.letters if self._plan.dead_letters else self._plan.channel
-        route = outlet.route(name, broadcast=self._plan.broadcast)
+        route = outlet.route(self._plan.name, broadcast=self._plan.broadcast)
         await outlet.declare(route)
         return route.broadcast
 

@@ -40,7 +40,7 @@ _OWN: Final = frozenset(
 )
 _SPARK: Final = frozenset({"checkpointlocation"})  # Spark's own, handed to us with the rest
 _SECTIONS: Final = frozenset({"retry", "dead_letter", "shutdown", "breaker"})
-_TRUE: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_FLAGS: Final = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WEEK: Final = 7 * 86_400.0
 
 
@@ -70,9 +70,14 @@ class Plan:
     retention: float = _WEEK
 
     @property
+    def name(self) -> str:
+        """The channel, or its dead-letter queue where that is to be read."""
+        return self.letters if self.dead_letters else self.channel
+
+    @property
     def queue(self) -> str:
-        """What the broker calls the channel, or its dead-letter queue where that is asked for."""
-        return self.settings.broker_name(self.letters if self.dead_letters else self.channel)
+        """What the broker calls it."""
+        return self.settings.broker_name(self.name)
 
     @property
     def letters(self) -> str:
@@ -143,9 +148,9 @@ def _model(name: str | None) -> str | None:
 
 def _flag(own: Mapping[str, str], name: str) -> bool:
     value = own.get(name, "false").lower()
-    if value not in _TRUE:
+    if value not in _FLAGS:
         raise ConfigError(f"option {name!r} is {own[name]!r}: write true or false")
-    return _TRUE[value]
+    return _FLAGS[value]
 
 
 def _one_of(own: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> str:

@@ -15,6 +15,8 @@ from pyspark.sql.streaming.datasource import (
 
 from qkit.backend import Log
 from qkit.clock import SystemClock
+from qkit.errors import BackendUnavailable
+from qkit.logs import logger
 from qkit.native.follow import Piece
 from qkit.opening import open_backend
 from qkit.spark import broker_log, native_log, stage
@@ -61,16 +63,21 @@ class Replayable(Protocol):
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Spark calls all but ``read`` in one process of the driver's; ``read`` is in tasks.
 
-    Nothing is connected before the first call, because this travels to tasks too.
+    Nothing is connected before the first call, because this travels to tasks too. A broker that
+    goes away later is waited for: meanwhile there are no messages. One that cannot be reached in
+    the beginning is an error, and so is any outage where Spark wants what is there now: that it
+    would miss the rest must not look like the end.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._found: Replayable | None = None
+        self._waits = False
+        self._stops_here = False
         _source_of(plan)  # refuses now what would fail later
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_plan": self._plan, "_found": None}
+        return {**self.__dict__, "_found": None}
 
     @property
     def _source(self) -> Replayable:
@@ -89,13 +96,21 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  Spark's name
         """Take what is there now, then end."""
+        self._stops_here = True
         self._source.stop_here()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
         """The end of the next batch."""
-        return self._source.latest(
-            start, limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        )
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        try:
+            end = self._source.latest(start, most)
+        except BackendUnavailable as error:
+            if not self._waits:
+                raise
+            logger.warning("%s: no messages for now: %s", self._plan.channel, error)
+            return start
+        self._waits = not self._stops_here
+        return end
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """What tasks are to read."""
