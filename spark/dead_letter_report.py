@@ -10,7 +10,8 @@ from pathlib import Path
 
 from qkit.spark.job import add_channel, options_of, parser, session, told
 from qkit.spark.options import plan_of
-from qkit.spark.report import page, report_of
+from qkit.spark.page import page
+from qkit.spark.report import report_of
 
 EXAMPLE = (
     "spark-submit spark/dead_letter_report.py --channel orders --config qkit.toml "

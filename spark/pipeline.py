@@ -26,8 +26,9 @@ from pyspark.sql import DataFrame, SparkSession
 from qkit import Settings
 from qkit.spark import write
 from qkit.spark.job import parser, session
+from qkit.spark.page import page
 from qkit.spark.publish import as_options
-from qkit.spark.report import page, report_of
+from qkit.spark.report import report_of
 
 CHANNEL = "events"
 PATIENCE = 300.0  # seconds without any progress after which it is given up

@@ -30,7 +30,8 @@ from qkit.spark.broker_log import BrokerLog
 from qkit.spark.columns import Columns, columns_of
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan, plan_of
-from qkit.spark.report import Report, page
+from qkit.spark.page import page
+from qkit.spark.report import Report
 from qkit.spark.stage import Stage
 from qkit.spark.streaming import StreamReader
 from qkit.spark.writing import BatchWriter, TaskDone
@@ -515,9 +516,13 @@ def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
     text = page(report)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
-    assert text.count("<rect") == 2
+    assert "16 Nov 08:00: 5'" in text
+    assert "16 Nov 11:00: 15'" in text
+    assert text.count("<i></i>") == 24 - 2, "a day at least, and most of it without any"
     assert "8 others" in text
     assert "There are no dead letters" in page(Report(channel="orders", made_at=hour))
+    report.by_hour = []
+    assert "tells when" in page(report)
 
 
 def test_the_memory_of_a_task_is_flat_in_its_rows(tmp_path: Path) -> None:

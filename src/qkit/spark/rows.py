@@ -15,7 +15,7 @@ from qkit.errors import ConfigError, QueueError
 from qkit.message import CONTENT_ENCODING, DeadLetter, Envelope, sent_at
 from qkit.spark.options import Plan
 
-__all__ = ["batches", "check_schema", "letters", "messages", "schema_of"]
+__all__ = ["batches", "check_schema", "schema_of"]
 
 T = TypeVar("T")
 
@@ -75,12 +75,12 @@ def batches(envelopes: Iterable[Envelope], plan: Plan) -> Iterator[pa.RecordBatc
     """Rows of what lies in the queue that is read: messages, or dead letters of its channel."""
     limit = plan.settings.max_message_bytes
     if not plan.dead_letters:
-        return messages(envelopes, limit)
+        return _messages(envelopes, limit)
     found = (DeadLetter.from_envelope(item, channel=plan.channel) for item in envelopes)
-    return letters(found, limit)
+    return _letters(found, limit)
 
 
-def messages(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBatch]:
+def _messages(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBatch]:
     """Rows of messages; a compressed body is opened, up to ``limit`` bytes."""
     for group in _groups(envelopes):
         opened = [_opened(item, limit) for item in group]
@@ -98,7 +98,7 @@ def messages(envelopes: Iterable[Envelope], limit: int) -> Iterator[pa.RecordBat
         yield _batch(columns, _MESSAGES)
 
 
-def letters(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch]:
+def _letters(found: Iterable[DeadLetter], limit: int) -> Iterator[pa.RecordBatch]:
     """Rows of dead letters."""
     for group in _groups(found):
         opened = [_opened(item, limit) for item in group]

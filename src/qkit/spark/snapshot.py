@@ -12,7 +12,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from qkit.backend import Admin
 from qkit.clock import SystemClock
-from qkit.errors import QueueFull, QueueNotFound, Unsupported
+from qkit.errors import ConfigError, QueueNotFound, Unsupported
 from qkit.message import Envelope
 from qkit.native.inbox import bulks
 from qkit.opening import open_backend
@@ -67,7 +67,7 @@ class Snapshot(DataSourceReader):
         finally:
             await backend.aclose()
         if plan.limit is None and len(found) > MOST:
-            raise QueueFull(
+            raise ConfigError(
                 f"it holds more than {MOST:,} messages: set option('limit', …), or read a stream",
                 backend=backend.name,
                 operation="peek",
