@@ -69,7 +69,7 @@ $(BENCH_STAMP): $(STAMP) requirements/bench.txt
 	@touch $@
 
 pipeline: setup ## Generate, publish, handle, archive and report 1,000,000 events; OPTIONS="--count 10000"
-	@PYTHONPATH=spark $(BIN)/python spark/pipeline.py $(OPTIONS)
+	@$(BIN)/python spark/pipeline.py --report build/pipeline.html $(OPTIONS)
 
 bench: $(BENCH_STAMP) ## Run the native engine's benchmarks; OPTIONS="--only durable"
 	@$(BIN)/python -m benchmarks.native $(OPTIONS)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.job import add_channel, count, options_of, parser, session, told
 from qkit.spark.options import plan_of
 
 EXAMPLE = (
@@ -26,29 +26,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument(
         "--stage", help="needed on RabbitMQ and Redis: messages lie here meanwhile"
     )
-    options.add_argument("--by", choices=["day", "hour"], default="day", help="the partitions")
-    options.add_argument("--max-rows", type=int, default=100_000, help="messages of a batch")
-    options.add_argument("--every", default="10 seconds", help="how often a batch begins")
+    options.add_argument(
+        "--by", choices=["day", "hour"], default="day", help="the partitions (day)"
+    )
+    options.add_argument(
+        "--max-rows",
+        type=count,
+        default=100_000,
+        metavar="COUNT",
+        help="messages of a batch (100000)",
+    )
+    options.add_argument(
+        "--every",
+        default="10 seconds",
+        metavar="TIME",
+        help="how often a batch begins (10 seconds)",
+    )
     options.add_argument("--once", action="store_true", help="what is there now, then end")
     given = options.parse_args(arguments)
-    chosen = {"max_rows": str(given.max_rows)} | options_of(given)
-    if given.stage:
-        chosen["stage"] = given.stage
+    chosen = options_of(given, stage=given.stage, max_rows=str(given.max_rows))
     with told():
         plan_of(chosen)
         with session(f"archive {given.channel}") as spark:
-            every = None if given.once else given.every
             query = start(
                 spark,
                 chosen,
                 given.output,
                 given.checkpoint,
                 hourly=given.by == "hour",
-                every=every,
+                every=None if given.once else given.every,
             )
-            while not query.awaitTermination(10):
-                _tell(query.lastProgress)
-            _tell(query.lastProgress)
+            total = follow(query)
+    print(f"{total} messages of {given.channel} archived in {given.output}")
 
 
 def start(
@@ -75,9 +84,17 @@ def start(
     return writer.trigger(processingTime=every).start(output)
 
 
-def _tell(progress: object) -> None:
-    if isinstance(progress, dict):
-        print(f"batch {progress['batchId']}: {progress['numInputRows']} messages", flush=True)
+def follow(query: StreamingQuery) -> int:
+    """Tell of each batch until the stream ends; how many messages there were."""
+    total, batch, over = 0, -1, False
+    while not over:
+        over = bool(query.awaitTermination(5))
+        for progress in query.recentProgress:
+            if progress["batchId"] > batch and progress["numInputRows"]:
+                batch, rows = progress["batchId"], progress["numInputRows"]
+                total += rows
+                print(f"batch {batch}: {rows} messages", flush=True)
+    return total
 
 
 if __name__ == "__main__":

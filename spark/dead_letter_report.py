@@ -23,19 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the job."""
     options = parser(__doc__ or "", EXAMPLE)
     add_channel(options)
-    options.add_argument("--output", required=True, type=Path, help="the page")
-    options.add_argument("--json", type=Path, help="the same counts for programs")
+    options.add_argument("--output", required=True, type=Path, metavar="FILE", help="the page")
+    options.add_argument("--json", type=Path, metavar="FILE", help="the same counts for programs")
     given = options.parse_args(arguments)
-    chosen = {**options_of(given), "dead_letters": "true"}
+    chosen = options_of(given, dead_letters="true")
     with told():
         plan_of(chosen)
         with session(f"report {given.channel}") as spark:
-            spark.conf.set("spark.sql.session.timeZone", "UTC")
             letters = spark.read.format("qkit").options(**chosen).load()
             report = report_of(letters, given.channel, datetime.now(UTC))
-    given.output.write_text(page(report))
-    if given.json:
-        given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+        given.output.write_text(page(report))
+        if given.json:
+            given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     print(f"{report.total} dead letters of {given.channel}: {given.output}")
 
 

@@ -8,7 +8,6 @@ Parquet. In the end the dead letters are reported, and every total is compared w
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qkit import Settings
 from qkit.spark import write
-from qkit.spark.job import parser, session
+from qkit.spark.job import count, parser, session, told
 from qkit.spark.page import page
 from qkit.spark.publish import as_options
 from qkit.spark.report import report_of
@@ -53,7 +52,9 @@ class Worker:
 
     @property
     def settled(self) -> int:
-        """How many events it has done with."""
+        """How many events it has done with; ends the pipeline if the process has ended."""
+        if self._process.poll() is not None:
+            raise SystemExit(f"error: the worker ended with {self._process.returncode}")
         return self.totals["handled"] + self.totals["dead_lettered"]
 
     def stop(self) -> None:
@@ -61,7 +62,7 @@ class Worker:
         self._process.terminate()
         self._reader.join(60)
         if self._process.wait(60):
-            raise SystemExit(f"the worker ended with {self._process.returncode}")
+            raise SystemExit(f"error: the worker ended with {self._process.returncode}")
 
     def kill(self) -> None:
         """Whatever became of it."""
@@ -72,34 +73,48 @@ class Worker:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the pipeline."""
     options = parser(__doc__ or "", "spark-submit spark/pipeline.py --count 1000000")
-    options.add_argument("--count", type=int, default=1_000_000, help="how many events")
-    options.add_argument("--directory", type=Path, help="where all of it lies, and stays")
+    options.add_argument("--count", type=count, default=1_000_000, help="how many events (1000000)")
+    options.add_argument(
+        "--directory",
+        type=Path,
+        help="a new one, where all of it lies and stays; else all but the report is removed",
+    )
+    options.add_argument(
+        "--report", type=Path, metavar="FILE", help="the page; else report.html of the directory"
+    )
     given = options.parse_args(arguments)
-    if given.directory:
-        given.directory.mkdir(parents=True, exist_ok=True)
-        problems = run(given.count, given.directory)
-    else:
-        directory = Path(tempfile.mkdtemp(prefix="qkit-pipeline-"))
-        try:
-            problems = run(given.count, directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    with told(), working(given.directory) as directory:
+        report = given.report or (given.directory or Path()) / "report.html"
+        report.parent.mkdir(parents=True, exist_ok=True)
+        problems = run(given.count, directory, report)
     if problems:
-        raise SystemExit("\n".join(["the totals do not agree:", *problems]))
-    print("every total agrees")
+        raise SystemExit(f"error: totals that do not agree: {', '.join(problems)}")
+    print(f"every total agrees; the dead letters are in {report}")
 
 
-def run(count: int, directory: Path) -> list[str]:
-    """All of it; what is wrong in the end."""
+@contextmanager
+def working(directory: Path | None) -> Iterator[Path]:
+    """That directory, which must be new; without one, one that is removed in the end."""
+    if directory is None:
+        with tempfile.TemporaryDirectory(
+            prefix="qkit-pipeline-", ignore_cleanup_errors=True
+        ) as new:
+            yield Path(new)
+    else:
+        directory.mkdir(parents=True)
+        yield directory
+
+
+def run(count: int, directory: Path, output: Path) -> list[str]:
+    """All of it; the names of totals that are wrong."""
     settings = Settings(type="native", path=directory / "data")
     options = {**as_options(settings), "channel": CHANNEL}
     worker = Worker(directory / "data")
     try:
         with session("qkit pipeline") as spark:
-            spark.conf.set("spark.sql.session.timeZone", "UTC")
             with step("publish", count):
                 # The archive begins first: from here on the log is kept for it.
-                wait(lambda: (directory / "data" / "log").exists(), lambda: 0, 1)
+                wait(lambda: (directory / "data" / "log").exists(), lambda: worker.settled)
                 query = start_archive(
                     spark,
                     {**options, "max_rows": "200000"},
@@ -107,7 +122,7 @@ def run(count: int, directory: Path) -> list[str]:
                     str(directory / "checkpoint"),
                     every="1 second",
                 )
-                wait(lambda: any((directory / "data").glob("readers/*")), lambda: 0, 1)
+                wait(lambda: any((directory / "data").glob("readers/*")), lambda: worker.settled)
                 written = write(
                     events(spark, count), CHANNEL, settings, key="customer", job_id="pipeline"
                 )
@@ -119,7 +134,7 @@ def run(count: int, directory: Path) -> list[str]:
             with step("report", count // REFUSED):
                 letters = spark.read.format("qkit").options(**options, dead_letters="true").load()
                 report = report_of(letters, CHANNEL, datetime.now(UTC))
-                (directory / "report.html").write_text(page(report))
+                output.write_text(page(report))
             archived = archive_totals(spark, directory / "archive")
         worker.stop()
     finally:
@@ -176,17 +191,17 @@ def step(name: str, count: int) -> Iterator[None]:
     print(f"{name}: {count:,} in {seconds:.1f} s, {count / seconds:,.0f}/s", flush=True)
 
 
-def wait(condition: Callable[[], bool], progress: Callable[[], int], total: int) -> None:
-    """Until it is so; gives up when nothing moves any more."""
-    seen, since, told = progress(), time.monotonic(), time.monotonic()
+def wait(condition: Callable[[], bool], progress: Callable[[], int], total: int = 0) -> None:
+    """Until it is so, telling how much of ``total`` is done; gives up when nothing moves."""
+    seen, since, said = progress(), time.monotonic(), time.monotonic()
     while not condition():
         now = time.monotonic()
         if progress() != seen:
             seen, since = progress(), now
         if now - since > PATIENCE:
-            raise SystemExit(f"nothing has moved for {PATIENCE:.0f} s, at {seen:,} of {total:,}")
-        if now - told >= 2 and total > 1:
-            told = now
+            raise SystemExit(f"error: {seen:,} of {total:,}, and no more for {PATIENCE:.0f} s")
+        if total and now - said >= 2:
+            said = now
             print(f"  {seen:,} of {total:,} ({100 * seen // total} %)", flush=True)
         time.sleep(0.1)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from pyspark.sql import DataFrame, SparkSession
+
 from qkit.spark import write
-from qkit.spark.job import add_channel, parser, plan_from, session, told
-from qkit.spark.options import METADATA
+from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.options import METADATA, OPTIONS, plan_of
 
 EXAMPLE = (
     "spark-submit spark/publish_files.py orders/*.parquet --channel orders --set type=native "
@@ -20,28 +22,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__ or "", EXAMPLE)
     options.add_argument("files", nargs="+", help="files or directories")
     add_channel(options)
-    options.add_argument("--format", choices=["parquet", "json", "csv"], default="parquet")
+    options.add_argument(
+        "--format",
+        choices=["parquet", "json", "csv"],
+        default="parquet",
+        help="of the files (parquet)",
+    )
     options.add_argument("--schema", help="of JSON or CSV, as in SQL: 'id long, total double'")
-    options.add_argument("--model", help="validate each row: package.module:Class")
-    options.add_argument("--on-invalid", choices=["fail", "dead_letter"], default="fail")
-    options.add_argument("--job-id", help="on native: a job of this name is published once")
+    options.add_argument("--model", metavar="MODULE:CLASS", help="validate each row with this type")
+    options.add_argument(
+        "--on-invalid",
+        choices=["fail", "dead_letter"],
+        help="a row that is not valid fails the job (the default), or is a dead letter",
+    )
+    options.add_argument(
+        "--job-id", metavar="NAME", help="on native: a job of this name is published once"
+    )
     for name in METADATA:
         options.add_argument(f"--{name}", metavar="COLUMN", help=f"the column with the {name}")
     given = options.parse_args(arguments)
+    columns = {name: getattr(given, name) for name in METADATA}
+    chosen = options_of(
+        given, model=given.model, on_invalid=given.on_invalid, job_id=given.job_id, **columns
+    )
     with told():
-        plan = plan_from(given)
-        more = {"model": given.model, "on_invalid": given.on_invalid, "job_id": given.job_id}
-        more |= {name: getattr(given, name) for name in METADATA}
+        plan = plan_of(chosen)
         with session(f"publish {given.channel}") as spark:
-            reader = spark.read.format(given.format)
-            if given.format == "csv":
-                reader = reader.options(header=True, inferSchema=given.schema is None)
-            if given.schema:
-                reader = reader.schema(given.schema)
-            chosen = {name: value for name, value in more.items() if value is not None}
-            written = write(reader.load(given.files), plan.channel, plan.settings, **chosen)
-    count = "all rows as" if written.messages is None else written.messages
-    print(f"{count} messages to {plan.channel}, {written.dead_letters} dead letters")
+            rows = load(spark, given.files, given.format, given.schema)
+            own = {name: value for name, value in chosen.items() if name in OPTIONS - {"config"}}
+            written = write(rows, settings=plan.settings, **own)
+    number = "all rows as" if written.messages is None else written.messages
+    print(f"{number} messages to {plan.channel}, {written.dead_letters} dead letters")
+
+
+def load(spark: SparkSession, files: list[str], form: str, schema: str | None) -> DataFrame:
+    """The rows; the first line of a CSV file names its columns."""
+    reader = spark.read.format(form)
+    if form == "csv":
+        reader = reader.options(header=True, inferSchema=schema is None)
+    if schema is not None:
+        reader = reader.schema(schema)
+    return reader.load(files)
 
 
 if __name__ == "__main__":

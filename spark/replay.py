@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from qkit import Settings, SyncQueueService
-from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.job import add_channel, count, options_of, parser, session, told
 from qkit.spark.options import plan_of
 
 EXAMPLE = (
@@ -21,15 +21,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser(__doc__ or "", EXAMPLE)
     add_channel(options)
     options.add_argument("--reason", help="MaxRetriesExceeded, ExplicitNack, TTLExpired, …")
-    options.add_argument("--error", help="the error's type")
-    options.add_argument("--where", help="any condition on the columns of a dead letter, in SQL")
-    options.add_argument("--limit", type=int, help="at most so many, the oldest first")
-    options.add_argument("--rate", type=float, default=100.0, help="messages in a second")
+    options.add_argument("--error", metavar="TYPE", help="the error's type, such as KeyError")
+    options.add_argument(
+        "--where", metavar="SQL", help="any condition on the columns of a dead letter"
+    )
+    options.add_argument(
+        "--limit", type=count, metavar="COUNT", help="at most so many, the oldest first"
+    )
+    options.add_argument(
+        "--rate", type=float, default=100.0, metavar="NUMBER", help="messages in a second (100)"
+    )
     options.add_argument("--dry-run", action="store_true", help="only say how many there are")
     given = options.parse_args(arguments)
     if not given.rate > 0:
-        options.error("--rate is more than 0")
-    chosen = {**options_of(given), "dead_letters": "true"}
+        options.error("argument --rate: write a number above 0")
+    chosen = options_of(given, dead_letters="true")
     with told():
         plan = plan_of(chosen)
         with session(f"replay {given.channel}") as spark:
@@ -44,22 +50,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if given.limit:
                 letters = letters.limit(given.limit)
             ids = [row[0] for row in letters.select("id").collect()]
-        count = len(ids) if given.dry_run else _replay(plan.settings, plan.channel, ids, given.rate)
-    print(f"{count} dead letters of {given.channel} {'match' if given.dry_run else 'replayed'}")
+        if given.dry_run:
+            print(f"{len(ids)} dead letters of {given.channel} match")
+        else:
+            done = replay(plan.settings, plan.channel, ids, given.rate)
+            print(f"{done} dead letters of {given.channel} replayed")
 
 
-def _replay(settings: Settings, channel: str, ids: Sequence[str], rate: float) -> int:
+def replay(settings: Settings, channel: str, ids: Sequence[str], rate: float) -> int:
     """Each is sent before it is removed from the dead letters, so a crash here loses nothing."""
     at_once = max(1, min(500, round(rate)))
-    count, started = 0, time.monotonic()
+    done, started = 0, time.monotonic()
     with SyncQueueService(settings) as service:
         letters = service.dead_letters(channel)
         for start in range(0, len(ids), at_once):
             due = started + start / rate
             time.sleep(max(0.0, due - time.monotonic()))
-            count += letters.replay(ids[start : start + at_once])
-            print(f"{count} of {len(ids)}", flush=True)
-    return count
+            done += letters.replay(ids[start : start + at_once])
+            print(f"{done} of {len(ids)}", flush=True)
+    return done
 
 
 if __name__ == "__main__":

@@ -6,17 +6,22 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from pyspark.sql import SparkSession
 
-from qkit import SyncQueueService
+from qkit import Settings, SyncQueueService
 from qkit.message import new_id
+from qkit.spark.columns import Columns
 from qkit.spark.options import plan_of
+from qkit.spark.writing import BatchWriter
 from tests.spark.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -58,11 +63,75 @@ def test_every_job_tells_how_it_is_used(job: str) -> None:
     assert f"spark-submit spark/{job}.py" in done.stdout
 
 
-def test_what_is_wrong_is_said_in_a_line(tmp_path: Path) -> None:
-    done = run([sys.executable, "spark/replay.py", "--channel", "orders", "--set", "type=nobody"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "type=nobody"], "error: "),
+        (["--set", "nobody"], "write it as name=value"),
+        (["--limit", "0"], "1 or more"),
+        (["--rate", "0"], "above 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_spark_starts(arguments: list[str], words: str) -> None:
+    done = run([sys.executable, "spark/replay.py", "--channel", "orders", *arguments])
     assert done.returncode == 2
-    assert "error: " in done.stderr
+    assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_fails_in_spark_is_said_without_a_trace(tmp_path: Path) -> None:
+    orders = pa.table({"id": [1, 2], "total": [1.0, -1.0]})
+    pyarrow.parquet.write_table(orders, tmp_path / "orders.parquet")
+    done = run(
+        [
+            *[sys.executable, "spark/publish_files.py", str(tmp_path / "orders.parquet")],
+            *["--channel", "orders", "--set", f"path={tmp_path / 'data'}"],
+            *["--model", "tests.spark.models:Order"],
+        ]
+    )
+    assert done.returncode == 1
+    assert "error: row 1 of partition 0 is no message" in done.stderr
+    assert 'the row: {"id":2,"total":-1.0}' in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "\tat " not in done.stderr, "nor one of Java"
+
+
+def test_files_may_be_json_and_csv_too(spark: SparkSession, tmp_path: Path) -> None:
+    load = import_module("spark.publish_files").load
+    (tmp_path / "a.json").write_text('{"id": 1, "total": 2.5}\n{"id": 2, "total": 3}\n')
+    (tmp_path / "a.csv").write_text("id,total\n1,2.5\n2,3\n")
+    expected = [{"id": 1, "total": 2.5}, {"id": 2, "total": 3.0}]
+    for form in ("json", "csv"):
+        for schema in (None, "id long, total double"):
+            found = load(spark, [str(tmp_path / f"a.{form}")], form, schema).collect()
+            assert [row.asDict() for row in found] == expected
+
+
+def test_replay_keeps_its_rate(tmp_path: Path) -> None:
+    settings = Settings(type="native", path=tmp_path)
+    plan = plan_of(
+        {
+            "channel": "orders",
+            "path": str(tmp_path),
+            "model": "tests.spark.models:Order",
+            "on_invalid": "dead_letter",
+        }
+    )
+    writer = BatchWriter(plan, Columns("row", ()))
+    bad = pa.RecordBatch.from_pylist([{"id": number, "total": -1.0} for number in range(5)])
+    writer.commit([writer.write(iter([bad]))])
+    with SyncQueueService(settings) as service:
+        deadline = time.monotonic() + 30
+        while not (letters := service.dead_letters("orders").list()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    ids = [letter.message_id for letter in letters]
+    started = time.monotonic()
+    assert import_module("spark.replay").replay(settings, "orders", ids, rate=2.0) == 5
+    assert time.monotonic() - started >= 2.0, "two at once, then two, then the last"
+    with SyncQueueService(settings) as service:
+        assert service.dead_letters("orders").list() == []
+        assert service.stats("orders").depth == 5
 
 
 def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> None:
@@ -102,9 +171,10 @@ def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> N
 
 
 def test_the_pipeline_checks_its_own_totals(tmp_path: Path) -> None:
-    said = submit("pipeline", "--count", "3000", "--directory", str(tmp_path))
+    directory = tmp_path / "new"
+    said = submit("pipeline", "--count", "3000", "--directory", str(directory))
     assert "every total agrees" in said
-    assert (tmp_path / "report.html").exists()
+    assert "<h1>events</h1>" in (directory / "report.html").read_text()
 
 
 def test_executors_may_be_processes_of_their_own(

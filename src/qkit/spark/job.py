@@ -1,20 +1,29 @@
-"""What the jobs in ``spark/`` share: arguments that choose a channel, and a session."""
+"""What the jobs in ``spark/`` share: arguments that choose a channel, a session, plain errors."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Final
 
+from py4j.protocol import Py4JJavaError
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from qkit.errors import QueueError
-from qkit.spark.options import Plan, plan_of
 from qkit.spark.source import QkitDataSource
 
-__all__ = ["add_channel", "options_of", "parser", "plan_from", "session", "told"]
+__all__ = ["add_channel", "count", "in_words", "options_of", "parser", "session", "told"]
+
+_TRACE: Final = "Traceback (most recent call last):"
+_AFTER_FRAMES: Final = re.compile(r"^\S.*", re.MULTILINE | re.DOTALL)
+_END: Final = re.compile(r" *SQLSTATE: | \(SQLSTATE|\n\tat |\n\n")
+_OURS: Final = re.compile(r"qkit\.errors\.\w+: ")
+_NEWS_OF_JAVA: Final = re.compile(r"An error occurred while calling \S+\n: ([\w.$]+: )?")
 
 
 def parser(description: str, example: str) -> argparse.ArgumentParser:
@@ -33,36 +42,42 @@ def add_channel(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument(
         "--set",
         metavar="NAME=VALUE",
+        type=_pair,
         action="append",
         default=[],
         help="a setting or option, such as type=redis or retry.max_attempts=5; wins over the file",
     )
 
 
-def options_of(given: argparse.Namespace) -> dict[str, str]:
-    """The options for ``format("qkit")``."""
-    options: dict[str, str] = {"channel": given.channel}
-    if given.config:
-        options["config"] = given.config
-    for pair in given.set:
-        name, separator, value = pair.partition("=")
-        if not separator:
-            raise SystemExit(f"--set {pair}: write it as name=value")
-        options[name] = value
-    return options
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise argparse.ArgumentTypeError(f"{text!r}: write it as name=value")
+    return name, value
 
 
-def plan_from(given: argparse.Namespace) -> Plan:
-    """The same, checked."""
-    return plan_of(options_of(given))
+def count(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, 1 or more")
+    return int(text)
+
+
+def options_of(given: argparse.Namespace, **more: str | None) -> dict[str, str]:
+    """The options for ``format("qkit")``; of ``more`` those that are there."""
+    options = {**dict(given.set), "channel": given.channel, "config": given.config, **more}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @contextmanager
 def session(name: str) -> Generator[SparkSession]:
-    """A session that knows ``format("qkit")``; its workers run the Python that runs this."""
+    """A session that knows ``format("qkit")``; its workers run the Python that runs this.
+
+    Its log is off: what fails is told once, by ``told``, and without traces of Java.
+    """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     spark = SparkSession.builder.appName(name).getOrCreate()
-    spark.sparkContext.setLogLevel("WARN")
+    spark.sparkContext.setLogLevel("OFF")
     spark.dataSource.register(QkitDataSource)
     try:
         yield spark
@@ -72,9 +87,31 @@ def session(name: str) -> Generator[SparkSession]:
 
 @contextmanager
 def told() -> Generator[None]:
-    """What a person can put right is said in a line, and is exit code 2."""
+    """Say what went wrong in plain words: exit code 2 if nothing was begun, 1 if Spark failed."""
     try:
         yield
-    except QueueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+    except (QueueError, OSError) as error:
+        code, words = 2, str(error)
+    except (PySparkException, Py4JJavaError) as error:
+        code, words = 1, in_words(str(error))
+    except KeyboardInterrupt:
+        code, words = 130, "interrupted"
+    else:
+        return
+    print(f"error: {words}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def in_words(text: str) -> str:
+    """An error of Spark's without its traces: what a worker raised, if one did.
+
+    >>> in_words("[PATH_NOT_FOUND] Path does not exist: file:/x. SQLSTATE: 42K03")
+    '[PATH_NOT_FOUND] Path does not exist: file:/x.'
+    >>> in_words('Failed: Traceback (most recent call last):\\n  File "a.py", line 1, in f\\n'
+    ...          "qkit.errors.ConfigError: 1 problem:\\n  - colour\\n SQLSTATE: 38000")
+    '1 problem:\\n  - colour'
+    """
+    _, trace, after = text.rpartition(_TRACE)
+    raised = _AFTER_FRAMES.search(after) if trace else None
+    words = _NEWS_OF_JAVA.sub("", text.strip()) if raised is None else raised[0]
+    return _OURS.sub("", _END.split(words, maxsplit=1)[0]).strip()

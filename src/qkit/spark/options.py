@@ -11,13 +11,13 @@ from qkit.config import Settings, SettingsValues
 from qkit.errors import ConfigError
 from qkit.message import check_name
 
-__all__ = ["METADATA", "Plan", "plan_of"]
+__all__ = ["METADATA", "OPTIONS", "Plan", "plan_of"]
 
 OnInvalid = Literal["fail", "dead_letter"]
 Starting = Literal["earliest", "latest"]
 
 METADATA: Final = ("key", "priority", "delay", "ttl", "headers")
-_OWN: Final = frozenset(
+OPTIONS: Final = frozenset(
     {
         "channel",
         "config",
@@ -96,8 +96,10 @@ def plan_of(options: Mapping[str, str]) -> Plan:
     Raises ``ConfigError`` that names the option.
     """
     given = {name.lower(): value for name, value in options.items()}
-    own = {name: value for name, value in given.items() if name in _OWN}
-    rest = {name: value for name, value in given.items() if name not in _OWN and name not in _SPARK}
+    own = {name: value for name, value in given.items() if name in OPTIONS}
+    rest = {
+        name: value for name, value in given.items() if name not in OPTIONS and name not in _SPARK
+    }
     if "channel" not in own:
         near = difflib.get_close_matches("channel", rest, 1)
         hint = f" (there is {near[0]!r})" if near else ""
