@@ -1,6 +1,9 @@
-"""A driver that tests kill: archives a channel until it is told to stop, or has all there is.
+"""A driver that tests kill: takes a channel to Parquet, or to another channel.
 
-python -m tests.spark.archiver OPTIONS-AS-JSON OUTPUT CHECKPOINT [all]
+python -m tests.spark.archiver OPTIONS CHECKPOINT TARGET [all]
+
+OPTIONS are those of the channel, TARGET is a directory or the options of the other channel; both
+options are JSON. With "all" it ends when it has all that is there; else it goes on until killed.
 """
 
 from __future__ import annotations
@@ -11,16 +14,18 @@ import sys
 from tests.spark.conftest import session
 
 
-def main(options: dict[str, str], output: str, checkpoint: str, everything: bool) -> None:
+def main(options: dict[str, str], checkpoint: str, target: str, everything: bool) -> None:
     spark = session("local[2]")
     stream = spark.readStream.format("qkit").options(**options).load()
-    writer = (
-        stream.selectExpr("cast(value as string) as value")
-        .writeStream.format("parquet")
-        .option("checkpointLocation", checkpoint)
+    writer = stream.selectExpr("cast(value as string) as value").writeStream.option(
+        "checkpointLocation", checkpoint
     )
+    if target.startswith("{"):
+        writer = writer.format("qkit").options(**json.loads(target))
+    else:
+        writer = writer.format("parquet").option("path", target)
     trigger = {"availableNow": True} if everything else {"processingTime": "100 milliseconds"}
-    query = writer.trigger(**trigger).start(output)
+    query = writer.trigger(**trigger).start()
     query.awaitTermination()
 
 

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,36 +130,72 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
         assert sorted(numbers(batches)) == list(range(12))
 
 
-@pytest.mark.parametrize("where", ["native", "redis"])
+@pytest.mark.parametrize("where", ["native", "redis", "rabbitmq", "kafka"])
 def test_a_killed_driver_loses_nothing(
     where: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
+    options = {"channel": f"spark-{new_id()}", "type": where, "max_rows": "50"}
     if where == "native":
-        options = {"channel": "orders", **request.getfixturevalue("native"), "max_rows": "50"}
+        options |= {"path": str(tmp_path / "data")}
     else:
-        options = request.getfixturevalue("redis_list")(f"spark-{new_id()}")
-        options |= {"stage": str(tmp_path / "stage"), "max_rows": "50"}
+        options |= {"url": request.getfixturevalue(f"{where}_url")}
+    if where == "redis":
+        options |= {"mode": "list"}
+    if where in ("redis", "rabbitmq"):
+        options |= {"stage": str(tmp_path / "stage")}
     output = tmp_path / "out"
-    arguments = [json.dumps(options), str(output), str(tmp_path / "checkpoint")]
+    arguments = [json.dumps(options), str(tmp_path / "checkpoint"), str(output)]
     with channel(options) as service:
         service.send_many(options["channel"], range(500))
-        process = start(arguments)
-        try:
-            deadline = time.monotonic() + 600
-            while not list(output.glob("*.parquet")):  # in the middle of its stream
-                assert process.poll() is None, "the driver ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        kill_when(lambda: any(output.glob("*.parquet")), arguments)
+        assert len(archived(output)) < 500, "in the middle of its stream"
         service.send_many(options["channel"], range(500, 600))
-        again = start([*arguments, "all"])
-        assert again.wait(600) == 0
+        assert start([*arguments, "all"]).wait(600) == 0
         found = archived(output)
         assert set(found) == set(range(600))
-        if where == "native":
-            assert len(found) == 600, "by places in the log it is exactly once"
+        if where in ("native", "kafka"):
+            assert len(found) == 600, "by places in a log it is exactly once"
+
+
+def test_a_killed_driver_writes_each_row_once_to_native(
+    native: dict[str, str], tmp_path: Path
+) -> None:
+    source, target = ({"channel": name, **native} for name in ("orders", "copies"))
+    arguments = [
+        json.dumps({**source, "max_rows": "50"}),
+        str(tmp_path / "checkpoint"),
+        json.dumps(target),
+    ]
+    with channel(source) as service, channel(target):
+        service.send_many("orders", range(500))
+
+        def some() -> bool:
+            return "copies" in service.queues() and service.stats("copies").depth > 0
+
+        kill_when(some, arguments)
+        assert start([*arguments, "all"]).wait(600) == 0
+        deadline = time.monotonic() + 60
+        while service.stats("copies").depth < 500:  # bulk files are taken in within a second
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        found = [int(message.body) for message in service.peek("copies", 1_000)]
+        assert sorted(found) == list(range(500))
+        inbox = Path(native["path"]) / "inbox"
+        assert not list(inbox.glob("[!.]*")), "and none is yet to come"
+
+
+def kill_when(condition: Callable[[], bool], arguments: list[str]) -> None:
+    """Run a driver until then, and kill it with all that it has started."""
+    process = start(arguments)
+    try:
+        deadline = time.monotonic() + 600
+        while not condition():
+            assert process.poll() is None, "the driver ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def start(arguments: list[str]) -> subprocess.Popen[bytes]:
@@ -177,7 +215,7 @@ def archived(output: Path) -> list[int]:
 
     metadata = output / "_spark_metadata"
     names: set[str] = set()
-    for log in metadata.iterdir():
+    for log in metadata.iterdir() if metadata.exists() else ():
         if log.name.isdecimal() or log.name.endswith(".compact"):
             names |= {
                 json.loads(line)["path"].rsplit("/", 1)[-1]
@@ -236,29 +274,32 @@ def until(condition: Callable[[], bool], query: Any) -> None:
 def test_a_write_outlives_a_short_outage_and_fails_by_a_long_one(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]]
 ) -> None:
-    import threading
-
     direct = redis_list(f"spark-{new_id()}")
     address = urlsplit(direct["url"])
     assert address.port is not None
-    frame = spark.range(0, 20_000, 1, 2)
+    frame = spark.range(0, 100_000, 1, 2)
+    over = threading.Event()
     with Proxy(address.port) as proxy, channel(direct) as service:
         options = {**direct, "url": f"redis://127.0.0.1:{proxy.port}/0"}
 
+        def sent() -> int:
+            return sum(connection.sent for connection in proxy.connections)
+
         def interrupt() -> None:
-            while not proxy.open_connections:
+            while sent() < 1_000_000:  # in the middle of some twelve millions
                 time.sleep(0.001)
             proxy.refuse()
-            proxy.reset()
+            assert not over.is_set()
             time.sleep(1)
             proxy.heal()
 
-        outage = threading.Thread(target=interrupt)
-        outage.start()
-        frame.write.format("qkit").mode("append").options(**options).save()
-        outage.join()
+        with ThreadPoolExecutor() as threads:
+            outage = threads.submit(interrupt)
+            frame.write.format("qkit").mode("append").options(**options).save()
+            over.set()
+            outage.result(60)
         found = spark.read.format("qkit").options(**direct).load().select("value").collect()
-        assert {json.loads(row.value)["id"] for row in found} == set(range(20_000))
+        assert {json.loads(row.value)["id"] for row in found} == set(range(100_000))
         proxy.refuse()
         with pytest.raises(Exception, match=r"BackendUnavailable|SendTimeout|CircuitOpen"):
             frame.write.format("qkit").mode("append").options(send_timeout="1", **options).save()
