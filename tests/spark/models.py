@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+import os
+import signal
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
 
 
 class Order(BaseModel):
     id: int
     total: float = Field(ge=0)
+
+
+class Deadly(BaseModel):
+    """The row 777 kills the process that validates it, the first time."""
+
+    id: int
+    mark: Path
+
+    @model_validator(mode="after")
+    def kill(self) -> Self:
+        if self.id == 777 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self

@@ -1,6 +1,7 @@
 """A driver whose executors are processes of their own: ``python -m tests.spark.on_a_cluster …``.
 
-Writes to native and to Redis, reads back and streams, and prints what it found as JSON.
+Writes to native and to Redis, while a worker is killed once; reads back and streams, and prints
+what it found as JSON.
 """
 
 from __future__ import annotations
@@ -8,19 +9,21 @@ from __future__ import annotations
 import json
 import sys
 
+from pyspark.sql import DataFrame
+from pyspark.sql.functions import lit
+
 from tests.spark.conftest import session
 
 
-def main(native: dict[str, str], redis: dict[str, str], directory: str) -> dict[str, int]:
+def main(native: dict[str, str], redis: dict[str, str], directory: str) -> dict[str, list[int]]:
     spark = session("local-cluster[2,1,1024]", **{"spark.executor.memory": "512m"})
-    frame = spark.range(0, 1_000, 1, 4).selectExpr("id", "double(id) as total")
-    found: dict[str, int] = {}
+    found: dict[str, list[int]] = {}
     for name, options in {"native": native, "redis": redis}.items():
+        frame = spark.range(0, 1_000, 1, 4).withColumn("mark", lit(f"{directory}/mark-{name}"))
         frame.write.format("qkit").mode("append").options(
-            **options, model="tests.spark.models:Order"
+            **options, model="tests.spark.models:Deadly"
         ).save()
-        read = spark.read.format("qkit").options(**options).load()
-        found[f"{name} read"] = read.select("value").distinct().count()
+        found[f"{name} read"] = counts(spark.read.format("qkit").options(**options).load())
     for name, options in {"native": native, "redis": redis}.items():
         stream = spark.readStream.format("qkit").options(
             **options, stage=f"{directory}/stage-{name}", max_rows="400"
@@ -33,9 +36,14 @@ def main(native: dict[str, str], redis: dict[str, str], directory: str) -> dict[
             .start(f"{directory}/archive-{name}")
         )
         query.awaitTermination()
-        found[f"{name} streamed"] = spark.read.parquet(f"{directory}/archive-{name}").count()
+        found[f"{name} streamed"] = counts(spark.read.parquet(f"{directory}/archive-{name}"))
     spark.stop()
     return found
+
+
+def counts(frame: DataFrame) -> list[int]:
+    """How many messages, and how many different ones."""
+    return list(frame.selectExpr("count(value)", "count(distinct value)").collect()[0])
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_the_pipeline_checks_its_own_totals(tmp_path: Path) -> None:
     assert "<h1>events</h1>" in (directory / "report.html").read_text()
 
 
-def test_executors_may_be_processes_of_their_own(
+def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
     redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     native = {"channel": "orders", "type": "native", "path": str(tmp_path / "data")}
@@ -191,9 +191,11 @@ def test_executors_may_be_processes_of_their_own(
     with SyncQueueService(plan_of(redis).settings) as service:
         service.delete(redis["channel"])
     assert done.returncode == 0, done.stderr[-3_000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == {
-        "native read": 1_000,
-        "redis read": 1_000,
-        "native streamed": 1_000,
-        "redis streamed": 1_000,
-    }
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {mark.name for mark in tmp_path.glob("mark-*")} == {"mark-native", "mark-redis"}
+    assert found["native read"] == found["native streamed"] == [1_000, 1_000], "exactly once"
+    for name in ("redis read", "redis streamed"):
+        number, different = found[name]
+        assert different == 1_000
+        assert number >= 1_000, "at least once"
+    assert list((tmp_path / "data" / "inbox").iterdir()) == [], "nothing is left of the killed one"

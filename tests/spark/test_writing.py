@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.errors import AnalysisException
+from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from qkit import DeadLetter, Settings, SyncQueueService
 from qkit.errors import ConfigError, InvalidName
@@ -284,6 +285,36 @@ def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
     [found] = look(directory, "orders")
     assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
     assert staged(directory) == []
+
+
+def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_later(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    source, checkpoint, broken = str(tmp_path / "in"), tmp_path / "checkpoint", tmp_path / "broken"
+    spark.range(0, 300, 1, 2).write.parquet(source)
+    broken.touch()
+
+    def rows(batches: Any) -> Any:
+        for batch in batches:
+            yield batch
+            if broken.exists() and batch.column(0)[0].as_py() >= 150:  # only one of the tasks
+                raise RuntimeError("a task that always fails")
+
+    def start() -> StreamingQuery:
+        stream = spark.readStream.schema("id long").parquet(source).mapInArrow(rows, "id long")
+        writer = stream.writeStream.format("qkit").options(channel="orders", **native)
+        return (
+            writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+        )
+
+    with pytest.raises(StreamingQueryException, match="always fails"):
+        start().awaitTermination(600)
+    assert staged(directory) == []
+    assert look(directory, "orders") == [[]]
+    broken.unlink()
+    assert start().awaitTermination(600)
+    [found] = look(directory, "orders")
+    assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
 
 
 def test_ids_are_of_the_usual_form_and_differ_between_jobs_and_partitions() -> None:
