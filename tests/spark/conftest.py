@@ -40,6 +40,8 @@ def session(master: str, **conf: str) -> SparkSession:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
         "spark.ui.showConsoleProgress": "false",
         "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
+        # A worker that waits for more work is killed in the end, and coverage would lose its lines.
+        "spark.python.worker.reuse": str("COVERAGE_RUN" not in os.environ).lower(),
         **conf,
     }.items():
         builder = builder.config(name, value)
