@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pyspark.sql.datasource import WriterCommitMessage
+
+from qkit.message import Envelope
+from qkit.routes import Route
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
+from qkit.spark.outlet import Outlet
+from qkit.spark.sinks import Sink
 from qkit.spark.source import QkitDataSource
 from qkit.spark.writing import BatchWriter
 
@@ -26,4 +33,33 @@ class CountingSource(QkitDataSource):
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Encodes and counts."""
         plan = plan_of(self.options)
-        return BatchWriter(plan, columns_of(schema, plan.columns), only_count=True)
+        return CountingWriter(plan, columns_of(schema, plan.columns))
+
+
+class CountingWriter(BatchWriter):
+    """Makes messages of rows as its parent does, and sends none."""
+
+    def sink(self, outlet: Outlet, route: Route, staged: str, part: int) -> Sink:
+        """One that forgets."""
+        return Forgetting()
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """There is nothing to publish."""
+
+
+class Forgetting:
+    """Takes messages and forgets them."""
+
+    lasting = False
+
+    def send(self, envelopes: Sequence[Envelope]) -> None:
+        """Nothing."""
+
+    def bury(self, letters: Sequence[Envelope]) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def give_up(self) -> None:
+        """Nothing."""

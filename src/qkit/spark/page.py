@@ -126,7 +126,7 @@ def _round_up(number: int) -> int:
     >>> [_round_up(number) for number in (1, 7, 41, 130, 281, 2_000)]
     [2, 8, 60, 200, 400, 2000]
     """
-    power = 10 ** (len(str(number)) - 1)
+    power: int = 10 ** (len(str(number)) - 1)
     return max(2, next(step * power for step in (1, 2, 4, 6, 8, 10) if step * power >= number))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.functions import expr
 
@@ -59,8 +59,8 @@ def report_of(letters: DataFrame, channel: str, made_at: datetime) -> Report:
         "unix_seconds(last_failed_at) as at",
     ).cache()
     try:
-        total, first, last = letters.selectExpr("count(*)", "min(at)", "max(at)").collect()[0]
-        hours = letters.selectExpr("at - at % 3600 as hour").groupBy("hour").count().collect()
+        [(total, first, last)] = _rows(letters.selectExpr("count(*)", "min(at)", "max(at)"))
+        hours = _rows(letters.selectExpr("at - at % 3600 as hour").groupBy("hour").count())
         return Report(
             channel=channel,
             made_at=made_at,
@@ -77,15 +77,17 @@ def report_of(letters: DataFrame, channel: str, made_at: datetime) -> Report:
         letters.unpersist()
 
 
+def _rows(frame: DataFrame) -> list[tuple[Any, ...]]:
+    return [tuple(row) for row in frame.collect()]
+
+
 def _time(seconds: int | None) -> datetime | None:
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC)
 
 
 def _counts(letters: DataFrame, column: str) -> list[tuple[str, int]]:
-    found = letters.groupBy(column).count().collect()
-    return sorted(
-        ((str(what), int(count)) for what, count in found), key=lambda item: (-item[1], item[0])
-    )
+    found = [(str(what), int(count)) for what, count in _rows(letters.groupBy(column).count())]
+    return sorted(found, key=lambda item: (-item[1], item[0]))
 
 
 def _latest(letters: DataFrame) -> list[tuple[str, str, str, str]]:
@@ -95,6 +97,6 @@ def _latest(letters: DataFrame) -> list[tuple[str, str, str, str]]:
         .agg(expr("count(*) as number"), expr("max(struct(at, id, text, body)) as latest"))
         .orderBy("number", "kind", ascending=[False, True])
         .limit(EXAMPLES)
-        .collect()
+        .select("latest.id", "kind", "latest.text", "latest.body")
     )
-    return [(row.latest.id, row.kind, row.latest.text, row.latest.body) for row in found]
+    return [(str(id), str(kind), str(text), str(body)) for id, kind, text, body in _rows(found)]

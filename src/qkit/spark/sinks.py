@@ -1,4 +1,4 @@
-"""Where a task's messages go: a part of a bulk file, a broker, or nowhere (to measure the rest)."""
+"""Where a task's messages go: to a part of a bulk file, or to a broker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qkit.routes import Route
 from qkit.spark.options import Plan
 from qkit.spark.outlet import Outlet
 
-__all__ = ["BrokerSink", "BulkSink", "Counting", "Sink", "is_bulk", "native_path"]
+__all__ = ["ATTEMPTS", "BrokerSink", "BulkSink", "Sink", "is_bulk", "native_path"]
 
 ATTEMPTS: Final = 1_000  # parts of a bulk file that one partition has for its attempts
 
@@ -87,7 +87,10 @@ class BulkSink:
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
         """Add them to the part."""
-        put, queue, usual, now = self._writer.put, self._queue, self._priority, time.time()
+        self._put(self._queue, envelopes)
+
+    def _put(self, queue: str, envelopes: Sequence[Envelope]) -> None:
+        put, usual, now = self._writer.put, self._priority, time.time()
         for item in envelopes:
             put(
                 queue,
@@ -106,16 +109,7 @@ class BulkSink:
         if not self._buries:
             self._writer.declare(self._letters, self._letter_config)
             self._buries = True
-        for item in letters:
-            self._writer.put(
-                self._letters,
-                item.body,
-                priority=self._priority,
-                headers=item.headers,
-                key=item.key,
-                at=time.time(),
-                message_id=item.id,
-            )
+        self._put(self._letters, letters)
 
     def finish(self) -> None:
         """The part is on the disk."""
@@ -151,21 +145,3 @@ class BrokerSink:
     def give_up(self) -> None:
         """Disconnect."""
         self._outlet.close()
-
-
-class Counting:
-    """Takes messages and forgets them: what a write costs apart from sending."""
-
-    lasting = False
-
-    def send(self, envelopes: Sequence[Envelope]) -> None:
-        """Nothing."""
-
-    def bury(self, letters: Sequence[Envelope]) -> None:
-        """Nothing."""
-
-    def finish(self) -> None:
-        """Nothing."""
-
-    def give_up(self) -> None:
-        """Nothing."""

@@ -28,11 +28,12 @@ from qkit.errors import InvalidBody, StorageError
 from qkit.logs import logger
 from qkit.message import Envelope, new_id
 from qkit.native import inbox
+from qkit.routes import Route
 from qkit.spark.bodies import Bodies, ids, is_about_the_row, shown
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
 from qkit.spark.outlet import Outlet
-from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Counting, Sink, is_bulk, native_path
+from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Sink, is_bulk, native_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -60,10 +61,9 @@ class TaskDone(WriterCommitMessage):
 class _Writer:
     """What batches and streams share."""
 
-    def __init__(self, plan: Plan, columns: Columns, *, only_count: bool = False) -> None:
+    def __init__(self, plan: Plan, columns: Columns) -> None:
         self._plan = plan
         self._columns = columns
-        self._only_count = only_count
         self._started = time.time()
         # Refuse on the driver what the tasks could not do.
         route = Outlet(plan.settings).route(plan.channel, broadcast=plan.broadcast)
@@ -80,13 +80,7 @@ class _Writer:
         outlet = Outlet(self._plan.settings)
         route = outlet.route(self._plan.channel, broadcast=self._plan.broadcast)
         bodies = Bodies(self._plan, self._columns, route)
-        sink: Sink
-        if self._only_count:
-            sink = Counting()
-        elif is_bulk(self._plan):
-            sink = BulkSink(self._plan, route, staged, part)
-        else:
-            sink = BrokerSink(self._plan, outlet, route)
+        sink = self.sink(outlet, route, staged, part)
         task = Task(self._plan, self._columns, bodies, sink, partition)
         try:
             task.run(batches, ids(job, partition, self._started))
@@ -96,6 +90,12 @@ class _Writer:
             raise
         return TaskDone(job, staged, part, task.rows, task.dead_letters)
 
+    def sink(self, outlet: Outlet, route: Route, staged: str, part: int) -> Sink:
+        """Where the messages of one task go."""
+        if is_bulk(self._plan):
+            return BulkSink(self._plan, route, staged, part)
+        return BrokerSink(self._plan, outlet, route)
+
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         done = _done(messages)
         if not done:
@@ -103,7 +103,7 @@ class _Writer:
         rows = sum(task.rows for task in done)
         letters = sum(task.dead_letters for task in done)
         job = done[0].job
-        if is_bulk(self._plan) and not self._only_count:
+        if is_bulk(self._plan):
             self._publish_parts(job, done[0].staged, {task.part for task in done})
         logger.info(
             "%s: %d messages and %d dead letters of job %s",
@@ -132,13 +132,14 @@ class _Writer:
         _sweep(path / "inbox")
 
     def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
-        """``staged`` may hold a star: failed tasks have told nothing."""
+        """``staged`` may hold a star, for when no task has told the name."""
+        done = _done(messages)
         if is_bulk(self._plan):
             path = native_path(self._plan)
-            for left in (Path(path) / "inbox").glob(f".{staged}"):
+            for left in (Path(path) / "inbox").glob(f".{done[0].staged if done else staged}"):
                 inbox.abort(path, left.name.removeprefix("."))
         else:
-            sent = sum(task.rows for task in _done(messages))
+            sent = sum(task.rows for task in done)
             logger.error(
                 "%s: the write failed after %d messages of complete tasks were sent; more of the "
                 "others may have been, as their errors say",
@@ -150,8 +151,8 @@ class _Writer:
 class BatchWriter(_Writer, DataSourceArrowWriter):
     """``df.write``; on native all of it is published at once, or nothing."""
 
-    def __init__(self, plan: Plan, columns: Columns, *, only_count: bool = False) -> None:
-        super().__init__(plan, columns, only_count=only_count)
+    def __init__(self, plan: Plan, columns: Columns) -> None:
+        super().__init__(plan, columns)
         self._run = STAGED + new_id()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
