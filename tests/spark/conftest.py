@@ -14,6 +14,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 import qkit.spark
+from qkit.message import new_id
+from tests.spark.channels import service_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +79,23 @@ def native(directory: Path) -> dict[str, str]:
 def redis_list(redis_url: str) -> Callable[[str], dict[str, Any]]:
     """Options of a channel in Redis."""
     return lambda channel: {"channel": channel, "type": "redis", "mode": "list", "url": redis_url}
+
+
+@pytest.fixture
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Options of a channel that is new, and gone afterwards."""
+    kind = request.param
+    chosen = {"channel": f"spark-{new_id()}", "type": kind}
+    if kind == "native":
+        chosen["path"] = str(tmp_path / "data")
+    else:
+        chosen["url"] = request.getfixturevalue(f"{kind}_url")
+    if kind == "redis":
+        chosen["mode"] = "list"
+    with service_of(chosen) as service:
+        yield chosen
+        for name in (chosen["channel"], service.settings.dead_letter_name(chosen["channel"])):
+            try:
+                service.delete(name)
+            except Exception:
+                continue  # not every test makes both

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from qkit import Settings, SyncQueueService
 from qkit.message import new_id
 from qkit.spark.columns import Columns
 from qkit.spark.options import plan_of
+from qkit.spark.report import report_of
 from qkit.spark.writing import BatchWriter
 from tests.spark.conftest import ROOT
 
@@ -168,6 +170,33 @@ def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> N
     found = pyarrow.parquet.read_table(archive)
     assert len(found) == 91
     assert {"date", "hour"} <= set(found.column_names)
+
+
+def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    letters = spark.sql(
+        "select * from values"
+        " ('1', X'FF41', 'Undecodable', cast(null as string), cast(null as string), 1,"
+        "  timestamp'2026-11-16 08:59:59Z'),"
+        " ('2', X'41', 'MaxRetriesExceeded', 'KeyError', 'id', 3, timestamp'2026-11-16 10:00:00Z'),"
+        " ('3', X'42', 'MaxRetriesExceeded', 'KeyError', 'no', 3, timestamp'2026-11-16 10:59:59Z')"
+        " as letters(id, value, reason, error_type, error, attempts, last_failed_at)"
+    )
+    monkeypatch.setenv("TZ", "Asia/Kathmandu")  # five hours and three quarters
+    time.tzset()
+    try:
+        report = report_of(letters, "orders", datetime(2026, 11, 16, 12, tzinfo=UTC))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    hours = [datetime(2026, 11, 16, hour, tzinfo=UTC) for hour in (8, 10)]
+    assert report.by_hour == [(hours[0], 1), (hours[1], 2)]
+    assert (report.total, report.first) == (3, hours[0].replace(minute=59, second=59))
+    assert report.by_reason == [("MaxRetriesExceeded", 2), ("Undecodable", 1)]
+    assert report.by_error == [("KeyError", 2), ("(none)", 1)]
+    assert report.by_attempts == [("3 attempts", 2), ("1 attempt", 1)]
+    assert report.examples == [("3", "KeyError", "no", "B"), ("1", "(none)", "", "\ufffdA")]
 
 
 def test_the_pipeline_checks_its_own_totals(tmp_path: Path) -> None:

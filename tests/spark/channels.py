@@ -1,0 +1,28 @@
+"""What the tests of Spark share that need no session: channels, and rows as Spark sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from qkit import SyncQueueService
+from qkit.spark import stage
+from qkit.spark.options import plan_of
+
+BROKERS = ["redis", "rabbitmq", "kafka", "native"]
+
+
+@contextmanager
+def service_of(options: Mapping[str, str]) -> Iterator[SyncQueueService]:
+    with SyncQueueService(plan_of(options).settings) as service:
+        yield service
+
+
+def rows(files: list[list[str]]) -> list[dict[str, Any]]:
+    return [row for names in files for batch in stage.read(names) for row in batch.to_pylist()]
+
+
+def values(found: list[dict[str, Any]]) -> list[int]:
+    return [json.loads(row["value"]) for row in found]

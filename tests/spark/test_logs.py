@@ -1,0 +1,136 @@
+"""Streams of logs: native's by places, Kafka's by offsets."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from qkit import SyncQueueService
+from qkit.errors import (
+    StorageError,
+)
+from qkit.native.readers import forget
+from qkit.spark import broker_log, native_log
+from qkit.spark.broker_log import BrokerLog
+from qkit.spark.columns import Columns
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import Plan, plan_of
+from qkit.spark.writing import BatchWriter
+from tests.spark.channels import service_of
+
+
+class TestBrokerLog:
+    @pytest.mark.parametrize("options", ["kafka"], indirect=True)
+    def test_a_log_is_watched_by_offsets(self, options: dict[str, str]) -> None:
+        plan = plan_of({**options, "partitions": "3"})
+        with SyncQueueService(plan.settings) as service:
+            source = BrokerLog(plan)
+            start = source.initial()
+            for number in range(25):
+                service.send(options["channel"], number, key=str(number), headers={"n": "x"})
+            first = source.latest(start, 10)
+            second = source.latest(first, None)
+            assert sum(second["offsets"].values()) == 25
+            found = [self.found(plan, source, *ends) for ends in ((start, first), (first, second))]
+            assert len(found[0]) == 10
+            assert sorted(found[0] + found[1]) == list(range(25))
+            assert self.found(plan, source, start, first) == found[0], "it can be replayed"
+            source.stop_here()
+            service.send(options["channel"], 25)
+            assert source.latest(second, None) == second
+            source.close()
+
+    @pytest.mark.parametrize("options", ["kafka"], indirect=True)
+    def test_what_the_log_no_longer_has_is_said(self, options: dict[str, str]) -> None:
+        with service_of(options) as service:
+            service.send_many(options["channel"], range(5))
+            source = BrokerLog(plan_of(options))
+            end = source.latest(source.initial(), None)
+            beyond = {"offsets": {place: at + 1 for place, at in end["offsets"].items()}}
+            with pytest.raises(StorageError, match="made again"):
+                source.latest(beyond, None)
+            service.purge(options["channel"])
+            with pytest.raises(StorageError, match="retention"):
+                source.latest({"offsets": dict.fromkeys(end["offsets"], 0)}, None)
+            source.close()
+
+    def found(
+        self, plan: Plan, source: BrokerLog, start: dict[str, Any], end: dict[str, Any]
+    ) -> list[int]:
+        return [
+            json.loads(row["value"])
+            for span in source.pieces(start, end)
+            for batch in broker_log.read(plan, span)
+            for row in batch.to_pylist()
+        ]
+
+
+class TestNativeLog:
+    def test_places_are_kept_from_the_first_look_on(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        plan = plan_of(options)
+        with service_of(options) as service:
+            service.send_many("orders", range(5))
+            source = NativeLog(plan)
+            start = source.initial()
+            assert [file.name for file in (tmp_path / "readers").iterdir()] == [start["reader"]]
+            end = source.latest(start, 3)
+            assert self.found(plan, source, start, end) == [0, 1, 2]
+            service.send("other", 1)
+            source.stop_here()
+            service.send("orders", 5)
+            rest = source.latest(end, None)
+            assert self.found(plan, source, end, rest) == [3, 4]
+            assert source.latest(rest, None) == rest
+            json.dumps(rest)
+            again = NativeLog(plan)
+            assert self.found(plan, again, end, rest) == [3, 4]
+            assert self.found(plan, again, rest, again.latest(rest, None)) == [5]
+            source.commit(rest)
+
+    def found(
+        self, plan: Any, source: NativeLog, start: dict[str, Any], end: dict[str, Any]
+    ) -> list[int]:
+        return [
+            json.loads(row["value"])
+            for piece in source.pieces(start, end)
+            for batch in native_log.read(plan, piece)
+            for row in batch.to_pylist()
+        ]
+
+    def test_one_whose_place_was_not_kept_says_so(self, tmp_path: Path) -> None:
+        plan = plan_of({"channel": "orders", "type": "native", "path": str(tmp_path)})
+        start = NativeLog(plan).initial()
+        forget(tmp_path, start["reader"])
+        with pytest.raises(StorageError, match="retention"):
+            NativeLog(plan).latest(start, None)
+
+    def test_dead_letters_are_a_stream_too(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        writer = BatchWriter(
+            plan_of({**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}),
+            Columns("row", ()),
+        )
+        batch = pa.RecordBatch.from_pylist([{"id": 1, "total": -1.0}])
+        writer.commit([writer.write(iter([batch]))])
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while not service.dead_letters("orders").list():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        plan = plan_of({**options, "dead_letters": "true"})
+        source = NativeLog(plan)
+        start = source.initial()
+        end = source.latest(start, None)
+        [row] = [
+            row
+            for piece in source.pieces(start, end)
+            for batch in native_log.read(plan, piece)
+            for row in batch.to_pylist()
+        ]
+        assert (row["reason"], row["channel"]) == ("Undecodable", "orders")

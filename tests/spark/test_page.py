@@ -1,0 +1,34 @@
+"""The page of a report."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from qkit.spark.page import page
+from qkit.spark.report import Report
+
+
+def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
+    hour = datetime(2026, 11, 16, 8, tzinfo=UTC)
+    report = Report(
+        channel="orders",
+        made_at=hour,
+        total=20,
+        first=hour,
+        last=hour + timedelta(hours=3),
+        by_reason=[("<script>alert(1)</script>", 20)],
+        by_error=[(f"Error{number}", 1) for number in range(20)],
+        by_attempts=[("3 attempts", 20)],
+        by_hour=[(hour, 5), (hour + timedelta(hours=3), 15)],
+        examples=[("0190", "Error0", "<b>", '{"id": 1}')],
+    )
+    text = page(report)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    assert "16 Nov 08:00: 5'" in text
+    assert "16 Nov 11:00: 15'" in text
+    assert text.count("<i></i>") == 24 - 2, "a day at least, and most of it without any"
+    assert "8 others" in text
+    assert "There are no dead letters" in page(Report(channel="orders", made_at=hour))
+    report.by_hour = []
+    assert "tells when" in page(report)

@@ -1,0 +1,178 @@
+"""What a writer makes of rows, without a session."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import StructType
+
+from qkit import SyncQueueService
+from qkit.errors import (
+    ConfigError,
+    InvalidBody,
+    QueueNotFound,
+    StorageError,
+)
+from qkit.spark import native_log
+from qkit.spark.bodies import ids
+from qkit.spark.columns import Columns, columns_of
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import plan_of
+from qkit.spark.writing import BatchWriter, TaskDone
+from tests.spark.channels import BROKERS, service_of
+from tests.spark.conftest import ROOT
+
+
+class TestWriter:
+    @pytest.mark.parametrize("options", BROKERS, indirect=True)
+    def test_rows_reach_the_channel_and_the_dead_letters(self, options: dict[str, str]) -> None:
+        plan = plan_of(
+            {**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}
+        )
+        writer = BatchWriter(plan, Columns("row", ()))
+        batch = pa.RecordBatch.from_pylist(
+            [{"id": number, "total": -1.0 if number == 7 else 1.5} for number in range(1_100)]
+        )
+        written = writer.write(iter([batch]))
+        assert (written.rows, written.dead_letters) == (1_100, 1)
+        writer.commit([written])
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while (depth := self.depth(service, options["channel"])) < 1_099:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert depth == 1_099
+            [letter] = service.dead_letters(options["channel"]).list()
+            assert json.loads(letter.body) == {"id": 7, "total": -1.0}
+
+    def depth(self, service: SyncQueueService, channel: str) -> int:
+        with suppress(QueueNotFound):  # native takes bulk files in within a second
+            return service.stats(channel).depth
+        return 0
+
+    def test_only_the_parts_of_winning_attempts_count(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path)}
+        writer = BatchWriter(plan_of(options), Columns("row", ()))
+        batch = pa.RecordBatch.from_pylist([{"id": 1}])
+        lost = writer.write(iter([batch]))
+        won = TaskDone(lost.job, lost.staged, 1, 0, 0)
+        (tmp_path / "inbox" / f".{lost.staged}" / "00000000.seg").rename(
+            tmp_path / "inbox" / f".{lost.staged}" / "00000001.seg"
+        )
+        again = writer.write(iter([batch]))
+        assert again.part == 0
+        writer.commit([won, None])
+        [published] = (tmp_path / "inbox" / lost.job).iterdir()
+        assert published.name == "00000001.seg"
+
+    def test_parts_that_the_driver_does_not_see_are_not_taken_for_published(
+        self, tmp_path: Path
+    ) -> None:
+        writer = BatchWriter(
+            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns("row", ())
+        )
+        done = writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
+        elsewhere = TaskDone(done.job, done.staged, done.part + 1, 1, 0)
+        with pytest.raises(StorageError, match=r"1 of 2 parts .* executors must see"):
+            writer.commit([done, elsewhere])
+        writer.abort([done, elsewhere])
+        assert list((tmp_path / "inbox").iterdir()) == []
+
+    @pytest.mark.parametrize(("kind", "body"), [("text", None), ("struct", None), ("bytes", None)])
+    def test_a_message_needs_a_body(self, kind: Any, body: object, tmp_path: Path) -> None:
+        type_ = {"text": pa.string(), "bytes": pa.binary(), "struct": pa.struct([("a", pa.int8())])}
+        batch = pa.RecordBatch.from_arrays([pa.array([body], type_[kind])], names=["value"])
+        writer = BatchWriter(
+            plan_of({"channel": "orders", "path": str(tmp_path)}), Columns(kind, ())
+        )
+        with pytest.raises(InvalidBody, match="needs a body"):
+            writer.write(iter([batch]))
+        assert list((tmp_path / "inbox").glob("*/*")) == []
+
+    def test_compressed_and_checked_text_is_sent_as_it_is(self, tmp_path: Path) -> None:
+        options = {"channel": "orders", "path": str(tmp_path), "compression": "gzip"}
+        plan = plan_of({**options, "model": "tests.spark.models:Order"})
+        batch = pa.RecordBatch.from_pylist([{"value": '{"id": 1, "total": 2}'}])
+        writer = BatchWriter(plan, Columns("text", ()))
+        writer.commit([writer.write(iter([batch]))])
+        source = NativeLog(plan_of(options))
+        with service_of(options) as service:
+            deadline = time.monotonic() + 30
+            while "orders" not in service.queues():
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        start = source.initial()
+        pieces = source.pieces(start, source.latest(start, None))
+        [row] = [
+            row
+            for piece in pieces
+            for found in native_log.read(plan_of(options), piece)
+            for row in found.to_pylist()
+        ]
+        assert row["value"] == b'{"id": 1, "total": 2}'
+        assert row["headers"] == []
+        with pytest.raises(InvalidBody, match="row 0 of partition 0"):
+            BatchWriter(plan, Columns("text", ())).write(
+                iter([pa.RecordBatch.from_pylist([{"value": "{}"}])])
+            )
+
+
+def test_columns_are_chosen_by_the_schema() -> None:
+    def schema(**types: str) -> StructType:
+        fields = [
+            {"name": name, "type": type_, "nullable": True, "metadata": {}}
+            for name, type_ in types.items()
+        ]
+        return StructType.fromJson({"type": "struct", "fields": fields})
+
+    assert columns_of(schema(id="long", key="string"), {}) == Columns("row", ())
+    assert columns_of(schema(id="long", who="string"), {"key": "who"}).metadata == (("key", "who"),)
+    assert columns_of(schema(value="string", ttl="decimal(10,2)"), {}) == Columns(
+        "text", (("ttl", "ttl"),)
+    )
+    for wrong, words in [
+        (schema(), "no columns"),
+        (schema(value="long"), "make it a struct"),
+        (schema(value="binary", headers="string"), "map<string,string>"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            columns_of(wrong, {})
+
+
+def test_decimals_are_seconds_too() -> None:
+    from decimal import Decimal
+
+    delays = [None, Decimal("1.5")]
+    batch = pa.RecordBatch.from_pylist([{"value": "{}", "delay": delay} for delay in delays])
+    found = list(Columns("text", (("delay", "delay"),)).rows(batch))
+    assert found == [("{}", {}), ("{}", {"delay": 1.5})]
+    assert type(found[1][1]["delay"]) is float
+
+
+def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkit.spark.bodies._ROWS", 2)
+    numbers = ids("job", 1, 1_700_000_000.0)
+    found = [next(numbers) for _ in range(4)]
+    assert found == sorted(set(found))
+    assert {len(id) for id in found} == {32}
+
+
+def test_the_memory_of_a_task_is_flat_in_its_rows(tmp_path: Path) -> None:
+    def most(count: int) -> int:
+        command = [sys.executable, "-m", "benchmarks._spark_memory", str(count), str(tmp_path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert most(100_000) < 1.2 * most(10_000)
