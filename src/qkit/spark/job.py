@@ -73,11 +73,12 @@ def options_of(given: argparse.Namespace, **more: str | None) -> dict[str, str]:
 def session(name: str) -> Generator[SparkSession]:
     """A session that knows ``format("qkit")``; its workers run the Python that runs this.
 
-    Its log is off: what fails is told once, by ``told``, and without traces of Java.
+    Its log is off: what fails is told once, by ``told``, and without traces of Java. So are its
+    bars of progress: they would stand between the lines of a job.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    spark = SparkSession.builder.appName(name).getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
+    builder = SparkSession.builder.appName(name).config("spark.ui.showConsoleProgress", "false")
+    spark = builder.config("spark.log.level", "OFF").getOrCreate()
     spark.dataSource.register(QkitDataSource)
     try:
         yield spark
