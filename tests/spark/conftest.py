@@ -42,8 +42,6 @@ def session(master: str, **conf: str) -> SparkSession:
         "spark.sql.execution.arrow.maxRecordsPerBatch": "1000",
         "spark.ui.showConsoleProgress": "false",
         "spark.executorEnv.PYTHONPATH": os.environ["PYTHONPATH"],
-        # A worker that waits for more work is killed in the end, and coverage would lose its lines.
-        "spark.python.worker.reuse": str("COVERAGE_RUN" not in os.environ).lower(),
         **conf,
     }.items():
         builder = builder.config(name, value)
@@ -58,7 +56,9 @@ def session(master: str, **conf: str) -> SparkSession:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """Two cores, and a task that fails is tried once more."""
-    spark = session("local[2,2]", **{"spark.jars": connector()})
+    # A worker that waits for more work is killed in the end, and coverage would lose its lines.
+    reuse = str("COVERAGE_RUN" not in os.environ).lower()
+    spark = session("local[2,2]", **{"spark.jars": connector(), "spark.python.worker.reuse": reuse})
     yield spark
     spark.stop()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -136,7 +137,12 @@ def test_replay_keeps_its_rate(tmp_path: Path) -> None:
         assert service.stats("orders").depth == 5
 
 
-def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> None:
+def test_files_are_published_archived_reported_and_replayed(
+    spark: SparkSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     data = ["--channel", "orders", "--set", "type=native", "--set", f"path={tmp_path / 'data'}"]
     orders = pa.table(
         {"id": list(range(100)), "total": [-1.0 if n % 10 == 3 else float(n) for n in range(100)]}
@@ -158,8 +164,6 @@ def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> N
     assert "Undecodable" in page.read_text()
     said = submit("replay", *data, "--where", "string(value) like '%\"id\":3,%'", "--rate", "1000")
     assert "1 dead letters of orders replayed" in said
-    said = submit("replay", *data, "--reason", "Undecodable", "--dry-run")
-    assert "9 dead letters of orders match" in said
     archive = tmp_path / "archive"
     submit(
         "archive",
@@ -170,6 +174,14 @@ def test_files_are_published_archived_reported_and_replayed(tmp_path: Path) -> N
     found = pyarrow.parquet.read_table(archive)
     assert len(found) == 91
     assert {"date", "hour"} <= set(found.column_names)
+    replay = import_module("spark.replay")
+    monkeypatch.setattr(replay, "session", lambda name: nullcontext(spark))
+    replay.main([*data, "--reason", "Undecodable", "--error", "InvalidBody", "--dry-run"])
+    replay.main([*data, "--limit", "2", "--dry-run"])
+    assert capsys.readouterr().out.splitlines() == [
+        "9 dead letters of orders match",
+        "2 dead letters of orders match",
+    ]
 
 
 def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(

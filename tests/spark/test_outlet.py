@@ -1,0 +1,55 @@
+"""A task that sends to a queue that is full: it waits as long as consumers take from it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from qkit import QueueService, Settings, consume
+from qkit.errors import QueueFull
+from qkit.message import Envelope, new_id
+from qkit.spark.outlet import Outlet
+from tests.support.waiting import eventually
+
+
+def envelopes(count: int) -> list[Envelope]:
+    return [Envelope(new_id(), str(number).encode()) for number in range(count)]
+
+
+def test_a_queue_that_stays_full_is_an_error(tmp_path: Path) -> None:
+    settings = Settings(type="native", path=tmp_path, max_depth=3, send_timeout=0.5)
+    outlet = Outlet(settings).open()
+    try:
+        with pytest.raises(QueueFull):
+            outlet.send(outlet.route("orders"), envelopes(5))
+    finally:
+        outlet.close()
+
+
+async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path) -> None:
+    settings = Settings(type="native", path=tmp_path, max_depth=3)
+    taken: list[int] = []
+
+    @consume("orders")
+    async def take(body: int) -> None:
+        taken.append(body)
+
+    service = QueueService(settings)
+    service.register(take)
+
+    async def full() -> bool:
+        return (await service.stats("orders")).depth == 3
+
+    async with service:
+        service.pause("orders")
+        outlet = await asyncio.to_thread(Outlet(settings).open)
+        route = outlet.route("orders")
+        sending = asyncio.create_task(asyncio.to_thread(outlet.send, route, envelopes(10)))
+        await eventually(full)
+        service.resume("orders")
+        await sending
+        await eventually(lambda: len(taken) == 10)
+        await asyncio.to_thread(outlet.close)
+    assert sorted(taken) == list(range(10))

@@ -1,0 +1,121 @@
+"""The data source as Spark calls it in processes of the driver, without a session."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.types import StructType
+
+from qkit.errors import ConfigError
+from qkit.spark.source import QkitDataSource
+from qkit.spark.writing import STALE, TaskDone
+from tests.spark.channels import service_of
+
+ROWS = StructType.fromJson(
+    {
+        "type": "struct",
+        "fields": [{"name": "id", "type": "long", "nullable": True, "metadata": {}}],
+    }
+)
+REDIS = {"channel": "orders", "type": "redis", "mode": "list", "url": "redis://127.0.0.1:1/0"}
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> dict[str, str]:
+    return {"channel": "orders", "type": "native", "path": str(tmp_path / "data")}
+
+
+def batch(*ids: int) -> pa.RecordBatch:
+    return pa.RecordBatch.from_pylist([{"id": id} for id in ids])
+
+
+def test_the_columns_are_those_of_messages_or_of_dead_letters(native: dict[str, str]) -> None:
+    messages = QkitDataSource(native)
+    letters = QkitDataSource({**native, "dead_letters": "true"})
+    assert messages.schema().fieldNames()[:3] == ["id", "value", "headers"]
+    assert "attempt" in messages.schema().fieldNames()
+    assert "reason" in letters.schema().fieldNames()
+    for source in (messages, letters):
+        source.reader(source.schema())
+        source.streamReader(source.schema())
+        with pytest.raises(ConfigError, match="from_json"):
+            source.reader(ROWS)
+
+
+def test_a_stream_is_limited_by_its_option_and_travels_without_its_source(
+    native: dict[str, str],
+) -> None:
+    source = QkitDataSource({**native, "max_rows": "7", "starting": "latest"})
+    with service_of(native) as service:
+        service.send_many("orders", range(3))
+        reader = source.streamReader(source.schema())
+        assert reader.getDefaultReadLimit() == ReadMaxRows(7)
+        start = reader.initialOffset()
+        assert reader.partitions(start, start) == []
+        assert reader.latestOffset(start, ReadAllAvailable()) == start, "from now on"
+        service.send("orders", 3)
+        end = reader.latestOffset(start, ReadAllAvailable())
+        [piece] = reader.partitions(start, end)
+        copy = type(reader).__new__(type(reader))
+        copy.__dict__.update(reader.__getstate__())
+        [found] = copy.read(piece)
+        assert found.column("value").to_pylist() == [b"3"]
+        reader.commit(end)
+        reader.stop()
+    unlimited = QkitDataSource(native)
+    assert unlimited.streamReader(unlimited.schema()).getDefaultReadLimit() == ReadAllAvailable()
+
+
+def test_a_channel_cannot_be_overwritten(native: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="append"):
+        QkitDataSource(native).writer(ROWS, overwrite=True)
+
+
+def test_a_write_is_told_and_leaves_nothing_that_is_stale(
+    native: dict[str, str], tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    inbox = Path(native["path"]) / "inbox"
+    for name, age in {".spark-old": STALE + 60, ".spark-new": 0}.items():
+        (inbox / name).mkdir(parents=True)
+        os.utime(inbox / name, (time.time() - age,) * 2)
+    writer = QkitDataSource({**native, "report": str(report)}).writer(ROWS, overwrite=False)
+    done = writer.write(iter([batch(1, 2)]))
+    writer.commit([done, None])
+    assert json.loads(report.read_text()) == {"job": done.job, "messages": 2, "dead_letters": 0}
+    assert {item.name for item in inbox.iterdir()} == {".spark-new", done.job}
+    report.unlink()
+    writer.commit([None])
+    assert not report.exists(), "there was no task"
+
+
+def test_an_aborted_batch_of_a_stream_takes_only_its_own_parts(native: dict[str, str]) -> None:
+    inbox = Path(native["path"]) / "inbox"
+    writer = QkitDataSource(native).streamWriter(ROWS, overwrite=False)
+    mark = writer._mark
+    for name in (f".{mark}-query-1", f".{mark}-query-2", f".{mark}-twin-1", ".spark-other-1"):
+        (inbox / name).mkdir(parents=True)
+    writer.abort([TaskDone("query-1", f"{mark}-query-1", 0, 1, 0), None], 1)
+    twin, other = inbox / f".{mark}-twin-1", inbox / ".spark-other-1"
+    assert twin.exists(), "a stream of the same options, and another id"
+    writer.abort([None], 2)
+    assert sorted(inbox.iterdir()) == sorted([twin, other])
+    writer.commit([None], 3)
+
+
+def test_an_aborted_write_to_a_broker_tells_what_was_sent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = QkitDataSource(REDIS).writer(ROWS, overwrite=False)
+    with caplog.at_level(logging.ERROR, logger="qkit"):
+        writer.abort(
+            [TaskDone("job", "staged", 0, 70, 0), TaskDone("job", "staged", 1, 7, 0), None]
+        )
+    assert "orders: the write failed after 77 messages of complete tasks" in caplog.text
