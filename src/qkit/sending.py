@@ -198,7 +198,8 @@ class _Outbox:
                 pending.pop()  # once: done again it would touch no broker, yet count as an answer
             if self._busy:
                 self._sender.breaker.check()
-                future: asyncio.Future[list[Sent]] = asyncio.get_running_loop().create_future()
+                loop = self._sender.deadlines.loop
+                future: asyncio.Future[list[Sent]] = loop.create_future()
                 self._waiting.append((envelopes, future))
                 return await future
             self._busy = True
@@ -279,11 +280,16 @@ def _share_out(group: list[_Waiting], results: list[Sent | QueueError]) -> None:
         start += len(envelopes)
         if future.done():
             continue
+        if len(mine) == 1:
+            (only,) = mine
+            if isinstance(only, QueueError):
+                future.set_exception(only)
+            else:
+                future.set_result([only])
+            continue
         sent = [item for item in mine if not isinstance(item, QueueError)]
         if len(sent) == len(mine):
             future.set_result(sent)
-        elif len(mine) == 1 and isinstance(mine[0], QueueError):
-            future.set_exception(mine[0])
         else:
             future.set_exception(
                 PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", mine)
