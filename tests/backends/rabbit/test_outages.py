@@ -32,7 +32,7 @@ def through(proxy: Proxy) -> str:
     return f"amqp://guest:guest@127.0.0.1:{proxy.port}/"
 
 
-# After kill -9 a quorum queue may take minutes until it delivers again.
+# After kill -9 a quorum queue of a single node may find no leader: docs/rabbitmq.md.
 KINDS = pytest.mark.parametrize(
     "quorum",
     [pytest.param(False, id="classic"), pytest.param(True, id="quorum", marks=pytest.mark.torture)],
