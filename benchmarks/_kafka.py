@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer
@@ -15,6 +15,7 @@ from benchmarks._service import (
     ORDER,
     Countdown,
     address,
+    by_turns,
     concurrently,
     consuming,
     consuming_batches,
@@ -58,19 +59,22 @@ async def _producer() -> AsyncGenerator[AIOKafkaProducer, None]:
 
 
 async def _send(scale: Scale) -> Mapping[str, float]:
-    body, few = order_bytes(), max(100, scale.count // 20)
-    async with _topic(unique("send")) as name, _producer() as producer:
+    name, few = unique("send"), max(100, scale.count // 20)
+    async with (
+        _topic(unique("raw")) as topic,
+        _producer() as producer,
+        sending(_settings(), name) as service,
+    ):
 
         async def publish() -> None:
-            await producer.send_and_wait(name, ORDER.model_dump_json().encode())
+            await producer.send_and_wait(topic, order_bytes())
 
-        await producer.send_and_wait(name, body)
-        raw_single = await one_by_one(few, publish)
-        raw_many = await concurrently(scale.count, publish)
-    name = unique("send")
-    async with sending(_settings(), name) as service:
-        single = await one_by_one(few, lambda: service.send(name, ORDER))
-        many = await concurrently(scale.count, lambda: service.send(name, ORDER))
+        def send() -> Awaitable[object]:
+            return service.send(name, ORDER)
+
+        await publish()
+        raw_single, single = await by_turns(one_by_one, few, publish, send)
+        raw_many, many = await by_turns(concurrently, scale.count, publish, send)
     return {
         "kafka.send_one": single / raw_single,
         "kafka.send": many / raw_many,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 import aio_pika
 from aio_pika.abc import AbstractIncomingMessage
@@ -16,6 +16,7 @@ from benchmarks._service import (
     PREFETCH,
     Countdown,
     address,
+    by_turns,
     concurrently,
     consuming,
     latency,
@@ -37,23 +38,25 @@ def _settings() -> Settings:
 
 
 async def _send(scale: Scale) -> Mapping[str, float]:
-    name, body = unique("send"), order_bytes()
+    name, raw = unique("send"), unique("raw")
     count, few = scale.count // 2, max(100, scale.count // 20)
-    async with await aio_pika.connect(address("rabbitmq")) as connection:
+    async with (
+        await aio_pika.connect(address("rabbitmq")) as connection,
+        sending(_settings(), name) as service,
+    ):
         channel = await connection.channel()
-        queue = await channel.declare_queue(name, durable=True)
+        queue = await channel.declare_queue(raw, durable=True)
 
         async def publish() -> None:
-            message = aio_pika.Message(body, delivery_mode=PERSISTENT)
-            await channel.default_exchange.publish(message, name)
+            message = aio_pika.Message(order_bytes(), delivery_mode=PERSISTENT)
+            await channel.default_exchange.publish(message, raw)
 
-        raw_single = await one_by_one(few, publish)
-        raw_many = await concurrently(count, publish)
+        def send() -> Awaitable[object]:
+            return service.send(name, ORDER)
+
+        raw_single, single = await by_turns(one_by_one, few, publish, send)
+        raw_many, many = await by_turns(concurrently, count, publish, send)
         await queue.delete(if_unused=False, if_empty=False)
-    name = unique("send")
-    async with sending(_settings(), name) as service:
-        single = await one_by_one(few, lambda: service.send(name, ORDER))
-        many = await concurrently(count, lambda: service.send(name, ORDER))
     return {
         "rabbitmq.send_one": single / raw_single,
         "rabbitmq.send": many / raw_many,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from redis.asyncio import Redis
@@ -16,6 +16,7 @@ from benchmarks._service import (
     PREFETCH,
     Countdown,
     address,
+    by_turns,
     concurrently,
     consuming,
     latency,
@@ -41,11 +42,18 @@ def _settings(mode: str = "list") -> Settings:
 
 
 async def _send(scale: Scale) -> Mapping[str, float]:
-    name, body = unique("send"), order_bytes()
+    name, channel, body = unique("raw"), unique("send"), order_bytes()
     few = max(100, scale.count // 10)
-    async with _client() as raw:
-        raw_single = await one_by_one(few, lambda: raw.rpush(name, body))
-        raw_many = await concurrently(few, lambda: raw.rpush(name, body))
+    async with _client() as raw, sending(_settings(), channel) as service:
+
+        def push() -> Awaitable[object]:
+            return raw.rpush(name, order_bytes())  # type: ignore[no-any-return]  # untyped
+
+        def send() -> Awaitable[object]:
+            return service.send(channel, ORDER)
+
+        raw_single, single = await by_turns(one_by_one, few, push, send)
+        raw_many, many = await by_turns(concurrently, scale.count, push, send)
         started = time.perf_counter()
         for _ in range(scale.count // 500):
             pipeline = raw.pipeline(transaction=False)
@@ -54,13 +62,9 @@ async def _send(scale: Scale) -> Mapping[str, float]:
             await pipeline.execute()
         raw_pipeline = scale.count / (time.perf_counter() - started)
         await raw.delete(name)
-    async with sending(_settings(), unique("send")) as service:
-        single = await one_by_one(few, lambda: service.send(name, ORDER))
-        many = await concurrently(scale.count, lambda: service.send(name, ORDER))
         started = time.perf_counter()
-        await service.send_many(name, [ORDER] * scale.count)
+        await service.send_many(channel, [ORDER] * scale.count)
         bulk = scale.count / (time.perf_counter() - started)
-        await service.delete(name)
     return {
         "redis.send_one": single / raw_single,
         "redis.send": many / raw_many,

@@ -20,6 +20,7 @@ __all__ = [
     "PREFETCH",
     "Countdown",
     "address",
+    "by_turns",
     "concurrently",
     "consuming",
     "consuming_batches",
@@ -34,6 +35,7 @@ __all__ = [
 
 IN_FLIGHT = 100
 PREFETCH = 100
+TURNS = 8  # in which two are measured side by side
 ORDER = Order(id=1, total=9.5)
 
 
@@ -101,6 +103,20 @@ async def concurrently(count: int, send: Callable[[], Awaitable[object]]) -> flo
     started = time.perf_counter()
     await asyncio.gather(*(some() for _ in range(IN_FLIGHT)))
     return count // IN_FLIGHT * IN_FLIGHT / (time.perf_counter() - started)
+
+
+async def by_turns(
+    measure: Callable[[int, Callable[[], Awaitable[object]]], Awaitable[float]],
+    count: int,
+    *sends: Callable[[], Awaitable[object]],
+) -> list[float]:
+    """The rate of each, in turns: whatever else the machine does meets them all."""
+    rates: list[list[float]] = [[] for _ in sends]
+    for turn in range(TURNS):
+        order = list(zip(rates, sends, strict=True))
+        for found, send in order if turn % 2 else reversed(order):
+            found.append(await measure(max(IN_FLIGHT, count // TURNS), send))
+    return [statistics.median(found) for found in rates]
 
 
 def middle(seconds: list[float]) -> float:
