@@ -56,9 +56,7 @@ def session(master: str, **conf: str) -> SparkSession:
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """Two cores, and a task that fails is tried once more."""
-    # A worker that waits for more work is killed in the end, and coverage would lose its lines.
-    reuse = str("COVERAGE_RUN" not in os.environ).lower()
-    spark = session("local[2,2]", **{"spark.jars": connector(), "spark.python.worker.reuse": reuse})
+    spark = session("local[2,2]", **{"spark.jars": connector()})
     yield spark
     spark.stop()
 

@@ -78,7 +78,7 @@ def test_a_value_column_is_the_body_and_the_others_say_how_it_travels(
 ) -> None:
     text = spark.sql(
         "select '{\"id\": 1}' as value, 'k1' as key, 8 as priority, cast(0.0 as double) as delay,"
-        " 60 as ttl, map('tenant', 'acme') as headers"
+        " 86400 as ttl, map('tenant', 'acme') as headers"
     )
     save(text, channel="text", **native)
     binary = spark.sql("select cast('raw' as binary) as value")
