@@ -145,13 +145,14 @@ class Delays:
 
     async def _poll(self) -> list[tuple[Tracker, Sequence[KafkaRecord]]]:
         """Records, or nothing when something is due or was assigned; no record is lost by that."""
+        trackers = self._trackers  # what is found belongs to those who asked, not to their heirs
         due = self._waiting.next_at
         seconds = PARK if due is None else min(PARK, max(0.0, due - self._clock.time()))
         moved = asyncio.ensure_future(self._moved.wait())
         polling: asyncio.Task[Any] | None = None
         try:
             waits: set[asyncio.Future[Any]] = {moved}
-            if self._trackers:
+            if trackers:
                 self._hold_back()
                 milliseconds = round(seconds * 1000)
                 polling = asyncio.create_task(
@@ -168,9 +169,7 @@ class Delays:
             return []
         found = polling.result()
         return [
-            (self._trackers[place], records)
-            for place, records in found.items()
-            if place in self._trackers
+            (trackers[place], records) for place, records in found.items() if place in trackers
         ]
 
     def _hold_back(self) -> None:
