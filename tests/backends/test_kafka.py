@@ -530,6 +530,21 @@ async def test_when_there_are_too_many_letters_the_oldest_go_and_each_is_told(
     assert [envelope.id for envelope in await backend.peek(letters, 10)] == ["d", "e", "f"]
 
 
+async def test_a_letter_is_written_once_also_where_the_oldest_cannot_be_deleted(
+    backend: KafkaBackend,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def refuse(before: object) -> None:
+        raise ConfigError("the user may not do this")
+
+    monkeypatch.setattr(backend._cluster, "delete_records", refuse)
+    letters = await bury(backend, name, "a", "b", max_depth=1)
+    assert [envelope.id for envelope in await backend.peek(letters, 10)] == ["a", "b"]
+    assert "the user may not do this" in caplog.text
+
+
 # Administration
 
 

@@ -24,6 +24,7 @@ from qkit.backends.kafka_log.subscription import KafkaSubscription
 from qkit.backends.kafka_log.tiers import TIERS
 from qkit.clock import Clock, SystemClock
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
+from qkit.logs import logger
 from qkit.matrix import MATRIX
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
 from qkit.tasks import to_its_end
@@ -177,7 +178,10 @@ class KafkaBackend:
             placed = await self._sending.send(topic, list(records.values()))
             results.update(zip(records, placed, strict=True))
         if spec is not None and spec.drop_oldest and spec.max_depth is not None:
-            await self._trim(queue, spec.max_depth, list(results.values()))
+            try:
+                await self._trim(queue, spec.max_depth, list(results.values()))
+            except QueueError as error:  # what was sent is there: nobody must send it again
+                logger.warning("%s: holds more than it should: %s", queue, error)
         return [
             results[number] if number in results else _full(queue, envelope)
             for number, envelope in enumerate(envelopes)
