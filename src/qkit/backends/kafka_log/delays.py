@@ -50,6 +50,12 @@ class Item:
             return self._facts._replace(origin=Origin(topic, partition, self.offset))
         return self._facts
 
+    @property
+    def pending(self) -> bool:
+        """Whether it is this consumer's to deliver: not settled, purged, or gone to another."""
+        tracker = self.tracker
+        return not tracker.lost and tracker.pending.get(self.offset) is self
+
 
 def delayed(
     envelope: Envelope, deliveries: int, due: float | None, now: float, facts: Facts
@@ -209,8 +215,8 @@ class Delays:
         now = self._clock.time()
         hops: list[Item] = []
         for item in self._waiting.pop_due(now):
-            if item.tracker.lost:
-                continue  # whoever has the tier now reads it again
+            if not item.pending:
+                continue  # it was purged, or whoever has the tier now reads it again
             if item.facts.not_before is None or item.facts.not_before <= now:
                 self._ready(item)
             else:

@@ -20,6 +20,7 @@ from qkit.backends.kafka_log.delays import Delays, Item, delayed
 from qkit.backends.kafka_log.membership import Membership, Place, Timing
 from qkit.backends.kafka_log.record import KafkaRecord, Origin
 from qkit.backends.kafka_log.sending import Outgoing, Placed, Sending
+from qkit.backends.kafka_log.tiers import TIERS
 from qkit.backends.kafka_log.tracker import Tracker
 from qkit.clock import Clock
 from qkit.errors import (
@@ -134,7 +135,7 @@ class KafkaSubscription:
         for waiting in (self._returned, self._due, self._fetched):
             while waiting and len(taken) < most:
                 item = waiting.popleft()
-                if not item.tracker.lost:
+                if item.pending:
                     taken.append(item)
         return self._deliver(taken)
 
@@ -268,7 +269,7 @@ class KafkaSubscription:
             for place, tracker in self.membership.trackers.items()
             if place.topic == self._retry and tracker.held
         }
-        return next((tier for tier in range(len(busy) + 1) if tier not in busy), 0)
+        return next((tier for tier in range(TIERS) if tier not in busy), 0)
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Kafka has no leases: a message is this consumer's while it has the partition."""
@@ -327,8 +328,6 @@ class KafkaSubscription:
 
     def purge(self, ends: dict[Place, int]) -> int:
         """Let go of everything before these offsets that nobody works on; return how many left."""
-        for waiting in (self._returned, self._due, self._fetched):
-            waiting.clear()
         kept = 0
         for place, tracker in self.membership.trackers.items():
             end = ends.get(place, 0)
@@ -392,7 +391,7 @@ class KafkaSubscription:
             item
             for waiting in (self._returned, self._due, self._fetched)
             for item in waiting
-            if item.tracker.held and not item.tracker.lost
+            if item.tracker.held and item.pending
         ]
         if not items:
             return

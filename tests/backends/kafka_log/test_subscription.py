@@ -1,0 +1,109 @@
+"""A subscription where things go wrong or come at a bad moment: nothing is lost, nor out of turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import pytest_asyncio
+
+from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
+from qkit.backends.kafka import KafkaBackend
+from qkit.backends.kafka_log.delays import delayed
+from qkit.backends.kafka_log.record import NEW
+from qkit.backends.kafka_log.subscription import KafkaSubscription
+from qkit.backends.kafka_log.tiers import TIERS
+from qkit.message import Envelope
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def name() -> str:
+    return f"k-{uuid.uuid4().hex[:10]}"
+
+
+@pytest_asyncio.fixture
+async def backend(kafka_url: str, name: str) -> AsyncIterator[KafkaBackend]:
+    """One queue with one partition."""
+    backend = KafkaBackend(kafka_url, heartbeat=0.2)
+    await backend.start()
+    await backend.declare(QueueSpec(name=name))
+    yield backend
+    await backend.aclose()
+
+
+def spec(name: str, prefetch: int = 100) -> SubscriptionSpec:
+    return SubscriptionSpec(queue=name, group="g", consumer="c", prefetch=prefetch)
+
+
+async def take(subscription: KafkaSubscription, count: int = 1) -> list[Delivery]:
+    found: list[Delivery] = []
+    async with asyncio.timeout(30):
+        while len(found) < count:
+            found += await subscription.receive(count - len(found))
+    return found
+
+
+async def nothing_comes(subscription: KafkaSubscription, seconds: float = 0.5) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while True:
+                assert [each.envelope.id for each in await subscription.receive(100)] == []
+
+
+def ids(deliveries: Sequence[Delivery]) -> list[str]:
+    return [delivery.envelope.id for delivery in deliveries]
+
+
+async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back(
+    backend: KafkaBackend, name: str
+) -> None:
+    retry = await backend._need_retry_topic(name)
+    now = time.time()
+    await backend._sending.send(
+        retry,
+        [
+            delayed(Envelope(f"tier {tier}", b""), 0, now - 1, now, NEW)._replace(partition=tier)
+            for tier in range(TIERS)
+        ],
+    )
+    async with backend.subscribe(spec(name)) as subscription:
+        held = await take(subscription, TIERS)
+        await subscription.stop()
+        await subscription.release(held[0], 0.0, count_attempt=False)
+        for delivery in held[1:]:
+            await subscription.ack(delivery)
+    async with backend.subscribe(spec(name)) as heir:
+        assert ids(await take(heir)) == ids(held[:1])
+
+
+# Purging
+
+
+async def test_a_purge_takes_what_waits_for_its_time_out_of_memory(
+    backend: KafkaBackend, name: str
+) -> None:
+    await backend.publish(name, [Envelope("late", b"", not_before=time.time() + 2.0)])
+    async with backend.subscribe(spec(name)) as subscription:
+        await eventually(lambda: len(subscription._delays._waiting))
+        assert await backend.purge(name) == 1
+        due = subscription._delays._waiting.next_at
+        assert due is not None
+        await nothing_comes(subscription, due - time.time() + 1.0)
+
+
+async def test_a_purge_leaves_what_was_sent_after_it_began(
+    backend: KafkaBackend, name: str
+) -> None:
+    await backend.publish(name, [Envelope("before", b"")])
+    async with backend.subscribe(spec(name)) as subscription:
+        ends = dict((await backend._admin._log(name, "purge")).ends)
+        await backend.publish(name, [Envelope("after", b"")])
+        for delivery in reversed(await take(subscription, 2)):
+            await subscription.release(delivery, 0.0, count_attempt=False)
+        assert subscription.purge(ends) == 1
+        assert ids(await take(subscription)) == ["after"]
+        await nothing_comes(subscription)
