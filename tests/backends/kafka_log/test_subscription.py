@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -16,6 +17,7 @@ from qkit.backends.kafka_log.delays import delayed
 from qkit.backends.kafka_log.record import NEW
 from qkit.backends.kafka_log.subscription import KafkaSubscription
 from qkit.backends.kafka_log.tiers import TIERS
+from qkit.errors import MessageNotFound, SendTimeout
 from qkit.message import Envelope
 from tests.support.waiting import eventually
 
@@ -56,6 +58,94 @@ async def nothing_comes(subscription: KafkaSubscription, seconds: float = 0.5) -
 
 def ids(deliveries: Sequence[Delivery]) -> list[str]:
     return [delivery.envelope.id for delivery in deliveries]
+
+
+# A release that fails
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_what_could_not_be_sent_back_comes_again_and_keeps_no_slot(
+    backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    await backend.publish(name, [Envelope("a", b"")])
+    async with backend.subscribe(spec(name, prefetch=1)) as subscription:
+        (delivery,) = await take(subscription)
+
+        async def refuse(*arguments: object) -> Any:
+            raise SendTimeout("not confirmed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._sending, "send", refuse)
+            with pytest.raises(SendTimeout):
+                await subscription.release(delivery, 0.1, count_attempt=counts)
+        with pytest.raises(MessageNotFound):
+            await subscription.ack(delivery)
+        (again,) = await take(subscription)
+        assert (again.envelope.id, again.envelope.attempt) == ("a", 1 + counts)
+        await subscription.ack(again)
+        await nothing_comes(subscription)
+    async with backend.subscribe(spec(name)) as heir:
+        await nothing_comes(heir)
+
+
+async def test_what_was_being_sent_back_when_time_ran_out_comes_again(
+    backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await backend.publish(name, [Envelope("a", b"")])
+    async with backend.subscribe(spec(name, prefetch=1)) as subscription:
+        (delivery,) = await take(subscription)
+
+        async def hang(*arguments: object) -> Any:
+            await asyncio.Event().wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(backend._sending, "send", hang)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await subscription.release(delivery, 0.1)
+        assert ids(await take(subscription)) == ["a"]
+
+
+# Stopping
+
+
+async def test_a_stopping_consumer_lets_nothing_overtake_in_its_key(
+    backend: KafkaBackend, name: str
+) -> None:
+    """While the first is worked on its successors wait for it, whoever handles them."""
+    await backend.publish(name, [Envelope(id, b"", key="same") for id in "abc"])
+    async with (
+        backend.subscribe(spec(name)) as subscription,
+        backend.subscribe(spec(name)) as other,
+    ):
+        owner, heir = subscription, other
+        if not any(place.topic == name for place in subscription.membership.trackers):
+            owner, heir = other, subscription
+        first, second, third = await take(owner, 3)
+        await owner.release(third, 0.0, count_attempt=False)  # before the end: it waits here
+        await owner.stop()
+        await owner.release(second, 0.0, count_attempt=False)
+        await nothing_comes(heir, 1.0)
+        await owner.ack(first)
+        assert ids(await take(heir, 2)) == ["b", "c"]
+
+
+async def test_a_stopping_consumer_passes_on_what_has_no_key(
+    backend: KafkaBackend, name: str
+) -> None:
+    await backend.publish(name, [Envelope(id, b"") for id in "abc"])
+    async with (
+        backend.subscribe(spec(name)) as subscription,
+        backend.subscribe(spec(name)) as other,
+    ):
+        owner, heir = subscription, other
+        if not any(place.topic == name for place in subscription.membership.trackers):
+            owner, heir = other, subscription
+        _, second, third = await take(owner, 3)
+        await owner.release(third, 0.0, count_attempt=False)
+        await owner.stop()
+        await owner.release(second, 0.0, count_attempt=False)
+        assert sorted(ids(await take(heir, 2))) == ["b", "c"]
 
 
 async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back(

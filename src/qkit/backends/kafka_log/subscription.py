@@ -37,13 +37,15 @@ from qkit.tasks import end_tasks
 __all__ = ["KafkaSubscription"]
 
 SAFETY: Final = 5.0
+AGAIN: Final = 1.0  # seconds until a message that could not be sent back comes again
 
 
 class KafkaSubscription:
     """A live claim on a channel's partitions: at most ``prefetch`` unsettled deliveries.
 
     What is given back uncharged and at once stays here and is delivered next. Only when this
-    consumer stops does it go to the retry topic, where the others find it.
+    consumer stops does it go to the retry topic, where the others find it. A message with a key
+    does not, or it could overtake one that was sent before it: it stays in its place in the log.
     """
 
     def __init__(
@@ -232,15 +234,35 @@ class KafkaSubscription:
     ) -> None:
         """Give the message back with the envelope's headers, after ``delay`` seconds."""
         item = self._item(delivery, "release")
-        if delay <= 0 and not count_attempt and not self._stopped:
-            delivery.receipt = None
+        delivery.receipt = None
+        unchanged = delay <= 0 and not count_attempt
+        if unchanged and not self._stopped:
             self._forget(item)
             self._returned.appendleft(item)
             self._wake()
             return
-        await self._send_back([item], delay, count_attempt=count_attempt)
-        delivery.receipt = None
+        if unchanged and item.envelope.key is not None:
+            self._leave_in_log(item)
+            return
+        try:
+            await self._send_back([item], delay, count_attempt=count_attempt)
+        except BaseException:  # there may be a copy, and there must not be none
+            self._leave_in_log(item)
+            loop = asyncio.get_running_loop()
+            loop.call_later(AGAIN, self._deliver_again, item, count_attempt)
+            raise
         self._settle(item)
+
+    def _leave_in_log(self, item: Item) -> None:
+        """Nobody works on it, and it is not settled: the mark stays before it."""
+        if not item.tracker.lost:
+            self._forget(item)
+            self.membership.settled(item.tracker)  # perhaps others wait for its partition
+
+    def _deliver_again(self, item: Item, count_attempt: bool) -> None:
+        item.envelope.attempt += count_attempt
+        self._returned.append(item)
+        self._wake()
 
     async def _send_back(self, items: list[Item], delay: float, *, count_attempt: bool) -> None:
         """A copy in the retry topic first, then it may be settled here."""
@@ -386,12 +408,15 @@ class KafkaSubscription:
             await self.membership.leave()
 
     async def _pass_on(self) -> None:
-        """What was read and not begun goes on, where a message that is held keeps its partition."""
+        """What was read and not begun goes on, where a message that is held keeps its partition.
+
+        What has a key keeps its place behind the one that is held.
+        """
         items = [
             item
             for waiting in (self._returned, self._due, self._fetched)
             for item in waiting
-            if item.tracker.held and item.pending
+            if item.tracker.held and item.pending and item.envelope.key is None
         ]
         if not items:
             return
