@@ -226,11 +226,17 @@ class Cluster:
 
     async def committed(self, group: str, topics: Iterable[str]) -> dict[Place, Saved]:
         """What a group has committed for these topics."""
-        wanted = [
-            TopicPartition(topic, partition)
-            for topic in topics
-            for partition in range(self._partitions.get(topic, 0))
-        ]
+        return await self.committed_of(
+            group,
+            [
+                TopicPartition(topic, partition)
+                for topic in topics
+                for partition in range(self._partitions.get(topic) or await self.look(topic))
+            ],
+        )
+
+    async def committed_of(self, group: str, wanted: list[Place]) -> dict[Place, Saved]:
+        """What a group has committed for these partitions."""
         if not wanted:
             return {}
         async with translated("offsets"), asyncio.timeout(self._address.timeout):
@@ -249,15 +255,20 @@ class Cluster:
         }
 
     async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
-        """Commit for a group that has no members."""
+        """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
+        partitions = [(partition, offset, "") for partition, offset in offsets.items()]
         async with translated("commit", topic), asyncio.timeout(self._address.timeout):
-            node = await self._connected.find_coordinator(group)
-            partitions = [(partition, offset, "") for partition, offset in offsets.items()]
-            answer = await self._ask(driver.commit_request(group, topic, partitions), node)
-            for _, items in answer.topics:
-                for _, code in items:
-                    if code:
-                        raise errors.for_code(code)
+            while True:
+                try:
+                    node = await self._connected.find_coordinator(group)
+                    answer = await self._ask(driver.commit_request(group, topic, partitions), node)
+                    for _, items in answer.topics:
+                        for _, code in items:
+                            if code:
+                                raise errors.for_code(code)
+                    return
+                except _SOON:
+                    await asyncio.sleep(PAUSE)
 
     async def delete_groups(self, groups: list[str]) -> None:
         """Forget groups; one that still has members stays."""

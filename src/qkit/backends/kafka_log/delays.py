@@ -174,9 +174,7 @@ class Delays:
         if polling is None or polling.cancelled():
             return []
         found = polling.result()
-        return [
-            (trackers[place], records) for place, records in found.items() if place in trackers
-        ]
+        return [(trackers[place], records) for place, records in found.items() if place in trackers]
 
     def _hold_back(self) -> None:
         """Read a tier on only while little of it waits here."""

@@ -19,7 +19,7 @@ from qkit.backends.kafka_log.connection import BACKEND, DRIVER_ERRORS, Address, 
 from qkit.backends.kafka_log.driver import Consumer, Listener, OffsetAndMetadata, TopicPartition
 from qkit.backends.kafka_log.record import KafkaRecord
 from qkit.backends.kafka_log.tracker import Saved, Tracker
-from qkit.errors import QueueError, SubscriptionLost
+from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
 from qkit.logs import logger
 from qkit.tasks import end_tasks
 
@@ -107,6 +107,8 @@ class Membership:
 
     async def join(self) -> None:
         """Take part in the group; returns when this consumer has its first share."""
+        if self._from_end:
+            await self._found()
         self._consumer = driver.create_nothing(
             Consumer(
                 group_id=self.group,
@@ -136,6 +138,19 @@ class Membership:
         ]
         for task in self._tasks:
             task.add_done_callback(self.end_with)
+
+    async def _found(self) -> None:
+        """Let a new group of a topic begin with what is sent from now on, in every partition.
+
+        Members that join together would each mark its own share, and take what the others have
+        not marked yet for partitions that were added later.
+        """
+        for topic in (self.topic, self._retry):
+            ends = await self._cluster.offsets(topic, driver.LATEST)
+            places = [TopicPartition(topic, partition) for partition in ends]
+            if not await self._cluster.committed_of(self.group, places):
+                with contextlib.suppress(AckDeadlineExceeded):  # its members did so before us
+                    await self._cluster.commit(self.group, topic, ends)
 
     def resign(self) -> None:
         """Keep only the partitions of which something is held, until that is settled."""
@@ -271,20 +286,23 @@ class Membership:
     async def revoked(self) -> None:
         """A rebalance begins: nothing is read until it is over."""
         self._steady.clear()
-        self._changed()
-        if not self._left:
-            await self._commit()
+        try:
+            self._changed()
+            if not self._left:
+                await self._commit()
+        except Exception as error:  # the driver would log it and go on
+            self.fail(_lost(error, self.topic))
 
     async def assigned(self, places: Iterable[Place]) -> None:
         """A rebalance is over: go on where this consumer was, begin where it was not."""
-        if self._left:
+        if self._left or self.broken is not None:
             return
         try:
             await self._take_over(set(places))
-        except (QueueError, *DRIVER_ERRORS) as error:
+            self._moved()
+        except Exception as error:  # the driver would log it, and nobody would ever be steady
             self.fail(_lost(error, self.topic))
             return
-        self._moved()
         self._steady.set()
         self._dirty.set()
         self._changed()
