@@ -478,7 +478,7 @@ async def test_a_handler_whose_lease_is_lost_is_cancelled_and_settles_nothing(cl
         await clock.advance(1)
         assert work.bodies == [0, 9]  # the slot is free again
         await service.shutdown(0)
-    (record,) = [item for item in caplog.records if "lease of message" in item.getMessage()]
+    (record,) = [item for item in caplog.records if "claim on message" in item.getMessage()]
     assert vars(record).items() >= {"queue": "orders", "message_id": "m0", "attempt": 1}.items()
 
 
@@ -531,7 +531,7 @@ async def test_a_renewal_that_meets_a_settled_message_stops_nobody(clock, caplog
         await clock.advance(10)
     assert work.ended == [0]
     assert backend.of("ack") == [("ack", "m0")]
-    assert not [item for item in caplog.records if "lease of message" in item.getMessage()]
+    assert not [item for item in caplog.records if "claim on message" in item.getMessage()]
 
 
 async def test_a_backend_without_leases_is_asked_to_renew_none(clock):
@@ -600,6 +600,89 @@ async def test_a_late_ack_is_refused_and_the_message_runs_again(clock, caplog):
         assert service.ready
     assert [item for item in caplog.records if "settled too late" in item.getMessage()]
     assert work.ended == [0, 1]
+
+
+# -- deliveries that are lost, as a subscription tells ------------------------------------------
+
+
+async def test_a_handler_whose_delivery_is_lost_is_cancelled_and_settles_nothing(clock, caplog):
+    work = Work(clock, 100)
+    backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
+    handle = consume("orders", concurrency=2, prefetch=4)(work)
+    async with make_service(handle, clock=clock, backend=backend) as service:
+        backend.put("orders", *envelopes(4))
+        await clock.advance(0.5)
+        backend.lose("m1", "m2")  # one is handled, one waits
+        await clock.advance(0.5)
+        assert work.cancelled == [1]
+        assert work.bodies == [0, 1, 3], "what waited is left alone, the next has the slot"
+        assert service.metrics().in_flight == 2
+        backend.put("orders", Envelope("next", b"9"))
+        await clock.advance(200)
+        assert work.ended == [0, 3, 9]
+    assert backend.of("ack", "release") == [("ack", "m0"), ("ack", "m3"), ("ack", "next")]
+    lost = [item for item in caplog.records if "claim on message" in item.getMessage()]
+    assert sorted(vars(item)["message_id"] for item in lost) == ["m1", "m2"]
+
+
+async def test_a_final_failure_of_a_lost_delivery_leaves_no_dead_letter(clock):
+    """Whoever has the message now may handle it well."""
+
+    @consume("orders")
+    async def handle(body: object) -> None:
+        try:
+            await asyncio.sleep(100)
+        except asyncio.CancelledError:
+            raise Reject("in the midst of it") from None
+
+    backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
+    async with make_service(handle, clock=clock, backend=backend) as service:
+        backend.put("orders", *envelopes(1))
+        await clock.advance(0.5)
+        backend.lose("m0")
+        await clock.advance(1)
+        assert service.metrics().in_flight == 0
+        assert failures(service, "orders") == (0, 0, 0)
+    assert backend.of("publish", "ack", "release") == []
+
+
+async def test_a_loss_that_is_told_while_the_message_is_settled_stops_nobody(clock):
+    work = Work(clock, 1)
+    backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
+    backend.script("ack", 5.0)
+    async with make_service(consume("orders")(work), clock=clock, backend=backend) as service:
+        backend.put("orders", *envelopes(1))
+        await clock.advance(2)
+        backend.lose("m0")
+        backend.put("orders", Envelope("next", b"9"))
+        await clock.advance(10)
+        assert work.ended == [0, 9]
+        assert service.ready
+    assert backend.of("ack", "release") == [("ack", "next")]
+
+
+async def test_a_batch_that_loses_its_members_one_by_one_is_cancelled_once(clock):
+    cleaned: list[list[int]] = []
+
+    @consume("orders", batch_size=3, batch_wait=1)
+    async def handle(bodies: list[int]) -> None:
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(5)
+            cleaned.append(bodies)
+
+    backend = ScriptedBackend(can(lease=Support.UNSUPPORTED))
+    async with make_service(handle, clock=clock, backend=backend) as service:
+        backend.put("orders", *envelopes(3))
+        await clock.advance(2)
+        backend.lose("m0")
+        await clock.advance(2)
+        backend.lose("m1")
+        await clock.advance(4)
+        assert cleaned == [[0, 1, 2]]
+        assert backend.of("ack", "release") == [("release", "m2", 0.0, False)]
+        await service.shutdown(0)
 
 
 # -- lost subscriptions ------------------------------------------------------------------------

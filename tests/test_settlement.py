@@ -12,7 +12,7 @@ from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
 from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueFull
 from qkit.events import DeadLettered, Events, Retried
-from qkit.executor import Abandon, Dead, Done, Pause, RetryLater
+from qkit.executor import Abandon, Dead, Done, Job, Pause, RetryLater
 from qkit.health import ChannelCounters, Connection
 from qkit.message import DeadLetter, Envelope, Reason
 from qkit.settlement import Settlement
@@ -69,7 +69,8 @@ class Bench:
 
     async def settle(self, outcome, envelope: Envelope | None = None) -> None:
         envelope = envelope or Envelope("0190", b"{}", attempt=2)
-        await self.settlement.settle(self, Delivery(envelope, "orders", 1), outcome, self.over)  # type: ignore[arg-type]
+        self.job = Job(Delivery(envelope, "orders", 1))
+        await self.settlement.settle(self, self.job, outcome, self.over)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -240,6 +241,22 @@ async def test_a_dead_letter_is_tried_again_with_backoff_while_its_message_is_he
     assert all(0.5 * 2**n <= wait <= 0.55 * 2**n for n, wait in enumerate(waits))
     assert bench.order == ["ack"]
     assert bench.counters.dead_lettered == 1
+
+
+async def test_what_is_lost_while_its_dead_letter_cannot_be_written_gets_none(bench, caplog):
+    tries = 0
+
+    async def refuse(letter: DeadLetter) -> None:
+        nonlocal tries
+        tries += 1
+        bench.job.lost = True  # it went to another, who may handle it well
+        raise QueueFull("full")
+
+    bench.settlement._write = refuse
+    await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))
+    assert (tries, bench.order) == (1, []), "nor is it released: it is not ours"
+    assert (bench.counters.failed, bench.counters.dead_lettered) == (0, 0)
+    assert "settled too late" in caplog.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(

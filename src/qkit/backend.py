@@ -25,6 +25,7 @@ __all__ = [
     "Delivery",
     "DroppedLetterSource",
     "Log",
+    "LossReporting",
     "QueueSpec",
     "QueueStats",
     "Subscription",
@@ -193,6 +194,21 @@ class AckMany(Protocol):
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Acknowledge all of them; an error in the place of each that could not be."""
+        ...
+
+
+@runtime_checkable
+class LossReporting(Protocol):
+    """A subscription that knows at once when what it delivered is no longer its own.
+
+    Worth having where a loss shows in no call: a partition went to another consumer, a connection
+    broke while nothing was received. The handlers of such deliveries are cancelled and nothing of
+    them is settled, because somebody else has them, or will. A lost lease needs no report:
+    ``extend`` tells of it.
+    """
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        """Call ``callback`` with deliveries that are lost, unsettled, each once."""
         ...
 
 

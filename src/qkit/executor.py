@@ -85,7 +85,8 @@ class Job:
     """A delivery on its way through a consumer.
 
     ``task`` is the worker that runs its handler now, ``thread`` the future of a synchronous
-    handler, which may outlive its call, and ``lost`` whether the lease was taken away.
+    handler, which may outlive its call, and ``lost`` whether it was taken away: another has it,
+    or will.
     """
 
     task: asyncio.Task[None] | None = None

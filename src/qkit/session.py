@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qkit.acknowledger import Acknowledger
-from qkit.backend import AckMany, Subscription
+from qkit.backend import AckMany, Delivery, LossReporting, Subscription
 from qkit.deadlines import Scope
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 from qkit.executor import ABANDON, DONE, Job, Outcome, Pause
@@ -52,6 +53,8 @@ class Session:
         self._acknowledger: Acknowledger | None = None
         if isinstance(subscription, AckMany):
             self._acknowledger = Acknowledger(subscription, self._settlement, self._finish)
+        if isinstance(subscription, LossReporting):
+            subscription.on_lost(self._taken_away)
         self._acks = 0
         # An ack that comes back may free a lane: somebody must be there to take its next message.
         self._self_service = self._acknowledger is None or not consumer.ordered
@@ -220,7 +223,7 @@ class Session:
         while self._withdrawn:
             job = self._withdrawn.pop()
             if not job.lost:
-                await self._settlement.settle(self._subscription, job.delivery, ABANDON, self._over)
+                await self._settlement.settle(self._subscription, job, ABANDON, self._over)
             self._finish(job)
 
     def _finish(self, job: Job) -> None:
@@ -343,7 +346,7 @@ class Session:
                 return
         elif isinstance(outcome, Pause):
             outcome = self._consumer.rest(outcome)
-        await self._settlement.settle(self._subscription, job.delivery, outcome, self._over)
+        await self._settlement.settle(self._subscription, job, outcome, self._over)
         self._finish(job)
 
     async def _outlive(self, thread: asyncio.Future[object]) -> None:
@@ -387,15 +390,23 @@ class Session:
         except QueueError as error:
             logger.warning("%s: a lease could not be renewed: %s", self._consumer.channel, error)
 
+    def _taken_away(self, deliveries: Sequence[Delivery]) -> None:
+        """The subscription has lost these, and says so of its own accord."""
+        gone = set(deliveries)
+        for job in [job for job in self.held if job.delivery in gone]:
+            self._lose(job)
+
     def _lose(self, job: Job) -> None:
+        """Stop its handler, once: one that cleans up after itself is left to it."""
+        task = job.task
+        if task is not None and not any(each.lost and each.task is task for each in self.held):
+            task.cancel()
         job.lost = True
-        if job.task is not None:
-            job.task.cancel()
 
     def _let_go(self, job: Job) -> None:
         """Another has the message now: there is nothing to settle."""
         logger.warning(
-            "%s: the lease of message %s was lost, its handler was stopped",
+            "%s: the claim on message %s was lost, its handler was stopped",
             self._consumer.channel,
             job.delivery.envelope.id,
             extra={

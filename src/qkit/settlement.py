@@ -15,7 +15,7 @@ from qkit.backend import AckMany, Delivery, Subscription
 from qkit.clock import Clock
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, Signal
 from qkit.events import DeadLettered, Events, Retried
-from qkit.executor import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
+from qkit.executor import DONE, Abandon, Dead, Done, Job, Outcome, Pause, RetryLater
 from qkit.health import ChannelCounters, Connection
 from qkit.logs import logger
 from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
@@ -68,7 +68,7 @@ class Settlement:
     async def settle(
         self,
         subscription: Subscription,
-        delivery: Delivery,
+        job: Job,
         outcome: Outcome,
         over: asyncio.Event,
     ) -> None:
@@ -76,11 +76,12 @@ class Settlement:
 
         ``over`` is set when the subscription ends: nothing may be tried again after that.
         """
+        delivery = job.delivery
         try:
             if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
                 await subscription.ack(delivery)
             elif isinstance(outcome, Dead):
-                await self._bury(subscription, delivery, outcome, over)
+                await self._bury(subscription, job, outcome, over)
             else:
                 async with asyncio.timeout(self._timeout):
                     await self._carry_out(subscription, delivery, outcome)
@@ -153,10 +154,11 @@ class Settlement:
     async def _bury(
         self,
         subscription: Subscription,
-        delivery: Delivery,
+        job: Job,
         outcome: Dead,
         over: asyncio.Event,
     ) -> None:
+        delivery = job.delivery
         letter = DeadLetter.of(
             delivery.envelope,
             channel=self._channel,
@@ -167,7 +169,7 @@ class Settlement:
             called=outcome.called,
         )
         if self._write is not None:
-            written = await self._written(self._write, letter, delivery, over)
+            written = await self._written(self._write, letter, job, over)
             if not written:
                 async with asyncio.timeout(self._timeout):
                     await subscription.release(delivery, 0.0, count_attempt=False)
@@ -184,22 +186,24 @@ class Settlement:
             await subscription.ack(delivery)
 
     async def _written(
-        self, write: WriteDeadLetter, letter: DeadLetter, delivery: Delivery, over: asyncio.Event
+        self, write: WriteDeadLetter, letter: DeadLetter, job: Job, over: asyncio.Event
     ) -> bool:
         """Write a dead letter until it is confirmed; false if the session is over before that.
 
         Meanwhile the delivery is held. Giving it back would run its handler again, although its
-        failure is final.
+        failure is final. Once it is lost another handles it, perhaps well: then there is none.
         """
         failures = 0
         while True:
+            if job.lost:
+                raise AckDeadlineExceeded("another has the message: it gets no dead letter here")
             try:
                 await write(letter)  # it has a deadline of its own
             except (QueueError, TimeoutError) as error:
                 failures += 1
                 wait = REWRITE.after(failures)
                 self._warn(
-                    f"no dead letter could be written, again in {wait:.1f} s", delivery, error
+                    f"no dead letter could be written, again in {wait:.1f} s", job.delivery, error
                 )
             else:
                 return True

@@ -50,6 +50,7 @@ class ScriptedBackend:
         self._kind = GatheringSubscription if gathers_acks else ScriptedSubscription
         self._script: dict[str, deque[Step]] = {}
         self._arrived = asyncio.Event()
+        self._live: list[ScriptedSubscription] = []
 
     # The script
 
@@ -65,6 +66,11 @@ class ScriptedBackend:
         """Messages of another program."""
         self.queues.setdefault(queue, deque()).extend(envelopes)
         self._arrived.set()
+
+    def lose(self, *ids: str) -> None:
+        """What is held of these goes to another program, and its consumer is told."""
+        for subscription in self._live:
+            subscription.lose(ids)
 
     def count(self, operation: str) -> int:
         """How often an operation succeeded."""
@@ -113,9 +119,11 @@ class ScriptedBackend:
         await self._step("subscribe")
         self.calls.append(("subscribe", spec.queue))
         subscription = self._kind(self, spec, self._lease)
+        self._live.append(subscription)
         try:
             yield subscription
         finally:
+            self._live.remove(subscription)
             for envelope in subscription.held.values():
                 self.queues[spec.queue].appendleft(envelope)
                 self.calls.append(("give back", envelope.id))
@@ -136,6 +144,16 @@ class ScriptedSubscription:
         self._queue = spec.queue
         self._lease = lease
         self.held: dict[str, Envelope] = {}
+        self._deliveries: dict[str, Delivery] = {}
+        self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        self._loss_callbacks.append(callback)
+
+    def lose(self, ids: Sequence[str]) -> None:
+        lost = [self._deliveries[id] for id in ids if self.held.pop(id, None) is not None]
+        for callback in self._loss_callbacks:
+            callback(lost)
 
     async def receive(self, limit: int) -> list[Delivery]:
         backend = self._backend
@@ -150,10 +168,12 @@ class ScriptedSubscription:
         for envelope in taken:
             self.held[envelope.id] = envelope
         backend.most_held = max(backend.most_held, len(self.held))
-        return [
+        found = [
             Delivery(replace(item, headers=dict(item.headers)), self._queue, item.id, self._lease)
             for item in taken
         ]
+        self._deliveries.update((delivery.envelope.id, delivery) for delivery in found)
+        return found
 
     def _settled(self, delivery: Delivery) -> Envelope:
         try:
