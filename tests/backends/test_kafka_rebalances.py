@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from aiokafka import errors
 
-from qkit import Message, QueueService, Settings, consume
+from qkit import Message, QueueService, Reject, Settings, consume
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log import driver
@@ -166,10 +166,14 @@ async def test_a_partition_whose_messages_take_too_long_goes_all_the_same(
     await backend.declare(QueueSpec(name=name))
     await put(backend, name, 20)
     async with backend.subscribe(spec(name)) as first:
+        told: list[Delivery] = []
+        first.on_lost(told.extend)
         held = await take(first, 20)
         async with backend.subscribe(spec(name)) as second, listening(second) as theirs:
             await eventually(lambda: theirs, within=SESSION + 10)
+            await eventually(lambda: len(theirs) >= len(told))
             lost = {delivery.envelope.id for delivery in theirs}
+            assert {delivery.envelope.id for delivery in told} == lost
             refused = 0
             for delivery in held:
                 if delivery.envelope.id in lost:
@@ -185,6 +189,45 @@ async def test_a_partition_whose_messages_take_too_long_goes_all_the_same(
                 await second.ack(delivery)
     async with backend.subscribe(spec(name)) as late:
         assert await quiet(late) == []
+
+
+async def test_a_handler_whose_partition_went_to_another_is_cancelled_and_buries_nothing(
+    open_backend: Open, kafka_url: str, name: str
+) -> None:
+    """The other handles its message well: a dead letter of it would be wrong."""
+    cancelled: list[str] = []
+    handled: list[str] = []
+
+    @consume(name, concurrency=20)
+    async def slow(body: int, message: Message) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(message.id)
+            raise Reject("in the midst of it") from None
+
+    @consume(name, concurrency=20)
+    async def quick(body: int, message: Message) -> None:
+        handled.append(message.id)
+
+    def service(handler: Any) -> QueueService:
+        backend = open_backend(partitions=2, session=SESSION)
+        service = QueueService(Settings(type="kafka", url=kafka_url), backend=backend)
+        service.register(handler)
+        return service
+
+    async with service(slow) as first:
+        for number in range(20):
+            await first.send(name, number, key=f"key {number}")
+        await eventually(lambda: first.metrics().in_flight == 20)
+        async with service(quick) as second:
+            await eventually(lambda: handled, within=SESSION + 20)
+            await eventually(lambda: set(cancelled) >= set(handled))
+            await eventually(lambda: first.metrics().in_flight == 20 - len(cancelled))
+            assert len(cancelled) < 20, "the other partition stayed"
+            assert first.metrics().messages_dead_lettered == 0
+            assert await second.dead_letters(name).list() == []
+        await first.shutdown(0)
 
 
 async def test_a_handler_longer_than_the_session_runs_once_and_disturbs_nobody(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backend import QueueSpec, SubscriptionSpec
+from qkit.backend import Delivery, LossReporting, QueueSpec, SubscriptionSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log import driver
 from qkit.backends.kafka_log.membership import Membership
@@ -144,3 +144,30 @@ async def test_an_accident_at_the_beginning_of_a_rebalance_breaks_the_subscripti
             await subscription.membership.revoked()
         with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
             await subscription.receive(1)
+
+
+# What is lost
+
+
+async def test_every_loss_of_what_is_held_is_reported_once(
+    backend: KafkaBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, everywhere("here"))
+    async with backend.subscribe(spec(name)) as subscription:
+        assert isinstance(subscription, LossReporting)
+        told: list[Delivery] = []
+        subscription.on_lost(told.extend)
+        held: list[Delivery] = []
+        async with asyncio.timeout(30):
+            while len(held) < 40:
+                held += await subscription.receive(100)
+        one = driver.TopicPartition(name, 0)
+        of_one = [delivery for delivery in held if delivery.receipt.place == one]  # type: ignore[attr-defined]  # a receipt is the backend's
+        await subscription.ack(of_one[0])
+        stays = set(subscription.membership.trackers) - {one}
+        await subscription.membership._take_over(stays)
+        assert told == of_one[1:]
+        subscription.membership.fail(SubscriptionLost("broken"))
+        assert len(told) == 39
+        assert {*told, of_one[0]} == set(held)

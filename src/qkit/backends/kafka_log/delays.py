@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+from qkit.backend import Delivery
 from qkit.backends.kafka_log import driver, record
 from qkit.backends.kafka_log.connection import DRIVER_ERRORS, Address
 from qkit.backends.kafka_log.driver import Consumer
@@ -39,7 +40,7 @@ class Item:
         self.place = place
         self.offset = offset
         self.envelope = envelope
-        self.held = False
+        self.held: Delivery | None = None  # the delivery that somebody works on
         self._facts = facts
 
     @property

@@ -51,8 +51,8 @@ class Timing:
 class Membership:
     """Joined to a group from ``join`` to ``leave``.
 
-    ``moved`` is called after every rebalance, before anything is read, and ``changed`` whenever
-    there may be news for whoever waits.
+    ``moved`` is called after every rebalance, before anything is read, ``lost`` when partitions
+    went to others, and ``changed`` whenever there may be news for whoever waits.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Membership:
         timing: Timing,
         batch: int | None,
         moved: Callable[[], None],
+        lost: Callable[[list[Tracker]], None],
         changed: Callable[[], None],
     ) -> None:
         self._address = address
@@ -78,6 +79,7 @@ class Membership:
         self._timing = timing
         self._batch = batch
         self._moved = moved
+        self._tell_lost = lost
         self._changed = changed
         self.trackers: dict[Place, Tracker] = {}
         self.broken: QueueError | None = None
@@ -365,10 +367,10 @@ class Membership:
             self._consumer.pause(*paused)
 
     def _lose(self, places: Iterable[Place]) -> None:
-        for place in places:
-            tracker = self.trackers.pop(place, None)
-            if tracker is not None:
-                tracker.lost = True
+        lost = [self.trackers.pop(place) for place in places if place in self.trackers]
+        for tracker in lost:
+            tracker.lost = True
+        self._tell_lost(lost)
 
     # Handing over
 

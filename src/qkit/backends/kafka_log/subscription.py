@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from qkit.backend import Delivery, SubscriptionSpec
@@ -75,6 +76,7 @@ class KafkaSubscription:
         self._polling: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._stopped = False
+        self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
         self.membership = Membership(
             address,
             cluster,
@@ -85,6 +87,7 @@ class KafkaSubscription:
             timing=timing,
             batch=batch,
             moved=self._moved,
+            lost=self._report,
             changed=self._wake,
         )
         self._delays = Delays(
@@ -142,11 +145,13 @@ class KafkaSubscription:
         return self._deliver(taken)
 
     def _deliver(self, items: list[Item]) -> list[Delivery]:
+        deliveries: list[Delivery] = []
         for item in items:
-            item.held = True
+            item.held = delivery = Delivery(item.envelope, self.queue, item)
             item.tracker.held += 1
+            deliveries.append(delivery)
         self._held += len(items)
-        return [Delivery(item.envelope, self.queue, item) for item in items]
+        return deliveries
 
     async def _read_now(self, most: int) -> list[Delivery]:
         """What the driver has fetched already; it does not wait."""
@@ -331,7 +336,7 @@ class KafkaSubscription:
         self.membership.settled(item.tracker)
 
     def _forget(self, item: Item) -> None:
-        item.held = False
+        item.held = None
         item.tracker.held -= 1
         self._held -= 1
         self._news.set()
@@ -347,6 +352,16 @@ class KafkaSubscription:
                 if place.topic == self._retry
             }
             self._delays.assign(tiers)
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        """Call ``callback`` with what is held of partitions that went to others."""
+        self._loss_callbacks.append(callback)
+
+    def _report(self, trackers: list[Tracker]) -> None:
+        lost = [item.held for item in _items(trackers) if item.held is not None]
+        if lost:
+            for callback in self._loss_callbacks:
+                callback(lost)
 
     def purge(self, ends: dict[Place, int]) -> int:
         """Let go of everything before these offsets that nobody works on; return how many left."""
@@ -365,12 +380,7 @@ class KafkaSubscription:
     @property
     def held(self) -> list[Item]:
         """What somebody works on."""
-        return [
-            item
-            for tracker in self.membership.trackers.values()
-            for item in tracker.pending.values()
-            if isinstance(item, Item) and item.held
-        ]
+        return [item for item in _items(self.membership.trackers.values()) if item.held]
 
     def origin_of(self, envelope: Envelope) -> Origin | None:
         """Where a message that is held here lay at first; a dead letter tells it."""
@@ -444,3 +454,11 @@ class KafkaSubscription:
                 await self._delays.stop()
             finally:
                 await self.membership.leave()
+
+
+def _items(trackers: Iterable[Tracker]) -> Iterator[Item]:
+    """What was read of these partitions and is not settled."""
+    for tracker in trackers:
+        for item in tracker.pending.values():
+            if isinstance(item, Item):
+                yield item
