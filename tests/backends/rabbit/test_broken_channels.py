@@ -88,6 +88,43 @@ async def test_a_service_consumes_again_after_its_channel_was_closed(
         await raw.queue_delete(queue)
 
 
+async def test_a_handler_whose_channel_was_closed_is_cancelled_also_when_nothing_is_received(
+    rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message is in the queue again: what it would do is done by the next delivery."""
+    opened: list[RabbitSubscription] = []
+    opening = RabbitSubscription.open
+    began: list[int] = []
+    cancelled = asyncio.Event()
+
+    async def note(subscription: RabbitSubscription) -> None:
+        await opening(subscription)
+        opened.append(subscription)
+
+    @consume(name, prefetch=1)
+    async def handle(number: int) -> None:
+        began.append(number)
+        if len(began) == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+    monkeypatch.setattr(RabbitSubscription, "open", note)
+    service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
+    service.register(handle)
+    async with service, asyncio.timeout(60):
+        await service.send(name, 1)
+        await eventually(lambda: began == [1])
+        assert not opened[0]._receivers, "its only slot is taken"
+        assert opened[0]._channel is not None
+        await opened[0]._channel.basic_ack(4711)
+        await cancelled.wait()
+        await eventually(lambda: began == [1, 1])
+    for queue in (name, f"{name}.dlq"):
+        await raw.queue_delete(queue)
+
+
 async def test_a_deleted_queue_ends_its_subscriptions(backend: RabbitMQBackend, name: str) -> None:
     await declare(backend, name)
     async with backend.subscribe(spec(name)) as subscription:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
@@ -43,6 +43,7 @@ class Received:
 
     tag: int
     message: DeliveredMessage
+    delivery: Delivery | None = None  # none for what never reaches a handler
 
     @property
     def properties(self) -> Basic.Properties:
@@ -91,6 +92,7 @@ class RabbitSubscription:
         self._unwanted: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # of the consumer on the broker
         self._lost: SubscriptionLost | None = None
+        self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -142,7 +144,18 @@ class RabbitSubscription:
                 queue=self._spec.queue,
                 cause=error,
             )
+            self._report()
         self._arrived.set()
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        """Call ``callback`` with what is held when the subscription breaks: it comes again."""
+        self._loss_callbacks.append(callback)
+
+    def _report(self) -> None:
+        lost = [received.delivery for received in self._held if received.delivery is not None]
+        if lost:
+            for callback in self._loss_callbacks:
+                callback(lost)
 
     # Receive
 
@@ -194,7 +207,8 @@ class RabbitSubscription:
                 self._spawn(self._wait_longer(received, envelope, due))
                 continue
             envelope.attempt += 1
-            found.append(Delivery(envelope, self._spec.queue, received))
+            received.delivery = delivery = Delivery(envelope, self._spec.queue, received)
+            found.append(delivery)
         return found
 
     def _expect_a_receiver(self) -> None:
