@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from typing import Any
 
 import pytest
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import SaslAuthenticateRequest
 
 from qkit.backends.kafka_log import driver
+from qkit.errors import SendTimeout
 
 
 def test_the_driver_s_log_never_holds_a_password(caplog: pytest.LogCaptureFixture) -> None:
@@ -21,6 +24,24 @@ def test_the_driver_s_log_never_holds_a_password(caplog: pytest.LogCaptureFixtur
         logger.debug("Request to %s:%d %d: %s", "localhost", 9092, 4, "metadata")
     assert "canary" not in caplog.text
     assert "metadata" in caplog.text
+
+
+async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
+    """The driver's own callback would not find it among those that are on their way."""
+    loop = asyncio.get_running_loop()
+    accidents: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda loop, context: accidents.append(context))
+    producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
+    accumulator = producer._message_accumulator
+    place = driver.TopicPartition("q", 0)
+    batch = accumulator._append_batch(producer.create_batch(), place)
+    assert accumulator._pop_batch(place) is batch
+    accumulator.reenqueue(batch)
+    await driver.close_producer(producer, flush=0.0)
+    batch.future.set_exception(SendTimeout("given up"))
+    await asyncio.sleep(0)  # its callbacks
+    assert isinstance(batch.future.exception(), SendTimeout)
+    assert accidents == []
 
 
 async def test_what_is_used_of_the_driver_s_inside_exists() -> None:

@@ -235,6 +235,13 @@ async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
     if sending is not None and not sending.done():
         sending.cancel()
         await asyncio.wait({sending}, timeout=FORCED)
+    _count_as_pending(producer._message_accumulator)
+
+
+def _count_as_pending(accumulator: Any) -> None:
+    """What waited to be tried again; else the driver stumbles, in a callback, when it is failed."""
+    for batches in accumulator._batches.values():
+        accumulator._pending_batches.update(batches)
 
 
 async def close_admin(admin: Any) -> None:
