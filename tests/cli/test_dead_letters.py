@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection
 
 import pytest
 
+from qkit import QueueService
 from qkit.cli.dead_letters import seconds
+from qkit.dead_letters import DeadLetters
 from qkit.errors import ConfigError
+from qkit.message import Envelope, new_id
 from tests.support.cli import Shell
 
 
@@ -77,6 +81,50 @@ def test_letters_are_purged_after_a_question(shell: Shell, letters: list[str]) -
     assert [row["id"] for row in shell.json("dlq", "list", "orders")] == letters[2:]
     shell.run("dlq", "purge", "orders", "-y")
     assert shell.json("dlq", "list", "orders") == []
+
+
+def test_what_fails_while_a_purge_waits_for_the_answer_stays(
+    shell: Shell, letters: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question was about three; another is buried before it is answered."""
+    real = QueueService.dead_letters
+    late = Envelope(new_id(), b"4")
+
+    def confirmed(question: str, yes: bool) -> bool:
+        assert "3 dead letters" in question
+        return True
+
+    def dead_letters(self: QueueService, name: str) -> DeadLetters:
+        found = real(self, name)
+        purge = found.purge
+
+        async def after_another(ids: Collection[str] | None = None) -> int:
+            await self._backend.publish(self.settings.dead_letter_name(name), [late])
+            return await purge(ids)
+
+        monkeypatch.setattr(found, "purge", after_another)
+        return found
+
+    monkeypatch.setattr("qkit.cli.dead_letters.confirmed", confirmed)
+    monkeypatch.setattr(QueueService, "dead_letters", dead_letters)
+    answer = shell.json("dlq", "purge", "orders")
+    assert (answer["purged"], answer["message_ids"]) == (3, letters)
+    monkeypatch.undo()
+    monkeypatch.chdir(shell.path.parent)
+    assert [row["id"] for row in shell.json("dlq", "list", "orders")] == [late.id]
+
+
+def test_a_purge_says_how_many_really_went(
+    shell: Shell, letters: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def two(self: DeadLetters, ids: Collection[str]) -> int:
+        return 2  # somebody else was faster with the third
+
+    monkeypatch.setattr(DeadLetters, "purge", two)
+    assert shell.json("dlq", "purge", "orders", "-y")["purged"] == 2
+    assert (
+        "2 dead letters of orders purged of 3" in shell.run("dlq", "purge", "orders", "-y").stderr
+    )
 
 
 def test_an_id_that_is_not_there_stops_the_whole(shell: Shell, letters: list[str]) -> None:

@@ -68,11 +68,6 @@ class Choice:
     newer_than: float | None
     limit: int | None
 
-    @property
-    def everything(self) -> bool:
-        """Whether nothing was said that could leave one out."""
-        return self == Choice(None, None, None, None, None, None)
-
     async def of(self, running: QueueService, queue: str) -> list[DeadLetter]:
         """Those letters, oldest first; ``MessageNotFound`` for an id that is not there."""
         letters = await running.dead_letters(queue).list(
@@ -245,15 +240,16 @@ def replay(
     """Send dead letters to their queue again, all unless a filter says which."""
     choice = _choice(ids, reason, error, older_than, newer_than, limit)
 
-    async def main() -> list[DeadLetter]:
+    async def main() -> tuple[list[DeadLetter], int]:
         async with service(config) as running:
             letters = await choice.of(running, queue)
-            if letters and not dry_run:
-                again = running.dead_letters(queue).replay
-                await _in_steps([letter.message_id for letter in letters], again, rate)
-            return letters
+            if not letters or dry_run:
+                return letters, len(letters)
+            again = running.dead_letters(queue).replay
+            ids = [letter.message_id for letter in letters]
+            return letters, await _in_steps(ids, again, rate)
 
-    _report(run(main()), queue, "replayed", dry_run, as_json)
+    _report(*run(main()), queue, "replayed", dry_run, as_json)
 
 
 @app.command()
@@ -274,32 +270,33 @@ def purge(
     """Delete dead letters for good, all unless a filter says which."""
     choice = _choice(ids, reason, error, older_than, newer_than, limit)
 
-    async def main() -> list[DeadLetter] | None:
+    async def main() -> tuple[list[DeadLetter], int] | None:
         async with service(config) as running:
             letters = await choice.of(running, queue)
-            if letters and not dry_run:
-                question = f"Delete {count(len(letters), 'dead letter')} of {queue} for good?"
-                if not confirmed(question, yes):
-                    return None
-                chosen = None if choice.everything else [item.message_id for item in letters]
-                await running.dead_letters(queue).purge(chosen)
-            return letters
+            if not letters or dry_run:
+                return letters, len(letters)
+            question = f"Delete {count(len(letters), 'dead letter')} of {queue} for good?"
+            if not confirmed(question, yes):
+                return None
+            # By their ids also when they are all: what failed meanwhile was not asked about.
+            chosen = {item.message_id for item in letters}
+            return letters, await running.dead_letters(queue).purge(chosen)
 
-    gone = run(main())
-    if gone is None:
+    answer = run(main())
+    if answer is None:
         tell("Nothing was deleted.")
         raise typer.Exit(1)
-    _report(gone, queue, "purged", dry_run, as_json)
+    _report(*answer, queue, "purged", dry_run, as_json)
 
 
 async def _in_steps(
     ids: list[str], replay: Callable[[list[str]], Awaitable[int]], rate: float | None
-) -> None:
-    """Replay in groups, at most ``rate`` a second, with a bar for whoever watches."""
+) -> int:
+    """Replay in groups, at most ``rate`` a second, with a bar for whoever watches; how many."""
     ids = list(dict.fromkeys(ids))  # a topic's letters of one message go together
     step = len(ids) if rate is None else max(1, int(rate / 4))
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    began, replayed = loop.time(), 0
     bar = Progress(
         TextColumn("replaying"), BarColumn(), MofNCompleteColumn(),
         console=err, transient=True, disable=rate is None or not err.is_terminal,
@@ -309,14 +306,18 @@ async def _in_steps(
         for start in range(0, len(ids), step):
             if rate is not None:
                 await asyncio.sleep(max(0.0, began + start / rate - loop.time()))
-            await replay(ids[start : start + step])
+            replayed += await replay(ids[start : start + step])
             bar.update(task, completed=min(start + step, len(ids)))
+    return replayed
 
 
-def _report(letters: list[DeadLetter], queue: str, verb: str, dry_run: bool, as_json: bool) -> None:
+def _report(
+    letters: list[DeadLetter], done: int, queue: str, verb: str, dry_run: bool, as_json: bool
+) -> None:
+    """What was meant, and how many of them it befell: others may have been at it as well."""
     if as_json:
         ids = [letter.message_id for letter in letters]
-        print_json({"queue": queue, verb: len(ids), "dry_run": dry_run, "message_ids": ids})
+        print_json({"queue": queue, verb: done, "dry_run": dry_run, "message_ids": ids})
         return
     if dry_run and letters:
         _print(letters)
@@ -324,5 +325,6 @@ def _report(letters: list[DeadLetter], queue: str, verb: str, dry_run: bool, as_
         f"{number} {name}" for name, number in Counter(item.reason for item in letters).items()
     )
     would = "would be " if dry_run else ""
-    suffix = f" ({reasons})" if reasons else ""
-    tell(f"{count(len(letters), 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")
+    suffix = f" ({reasons})" if reasons and done == len(letters) else ""
+    suffix += f" of {len(letters):,} that were listed" if done < len(letters) else ""
+    tell(f"{count(done, 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")
