@@ -244,8 +244,66 @@ async def test_dead_letters_are_purged_some_or_all(
     id = (await client.get(path)).json()["dead_letters"][0]["id"]
     answer = await client.delete(path, params={"id": id}, headers=AUTHORIZED)
     assert answer.json() == {"purged": 1}
-    assert (await client.delete(path, headers=AUTHORIZED)).json() == {"purged": 1}
-    assert (await client.delete(path, headers=AUTHORIZED)).json() == {"purged": 0}
+    everything = {"all": "true"}
+    answer = await client.delete(path, params=everything, headers=AUTHORIZED)
+    assert answer.json() == {"purged": 1}
+    answer = await client.delete(path, params=everything, headers=AUTHORIZED)
+    assert answer.json() == {"purged": 0}
+
+
+async def test_a_purge_can_be_bound_to_what_had_failed_when_it_was_asked_for(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    path = "/api/queues/orders/dead-letters"
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    (seen,) = await service.dead_letters("orders").list()
+    await service.send("orders", -2)
+    await buried(service, "orders", 2)
+    bound = {"all": "true", "failed_before": repr(seen.last_failed_at)}
+    answer = await client.delete(path, params=bound, headers=AUTHORIZED)
+    assert answer.json() == {"purged": 1}
+    (left,) = await service.dead_letters("orders").list()
+    assert left.error == "negative total -2"
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("", "all=true"),
+        ("?ids=x", "'ids'"),
+        ("?reason=", "empty"),
+        ("?id=", "empty"),
+        ("?reason=Explicit", "MaxRetriesExceeded"),
+        ("?reason=ExplicitNack&reason=TTLExpired", "once"),
+        ("?all=yes", "all=true"),
+        ("?all=true&id=x", "neither"),
+        ("?all=true&failed_before=nan", "seconds"),
+        ("?failed_before=9999999999", "all=true"),
+    ],
+)
+async def test_a_purge_that_does_not_say_plainly_what_it_means_deletes_nothing(
+    client: httpx.AsyncClient, service: QueueService, query: str, words: str
+) -> None:
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    path = "/api/queues/orders/dead-letters"
+    answer = await client.delete(f"{path}{query}", headers=AUTHORIZED)
+    assert answer.status_code == 422, answer.text
+    assert words in answer.json()["error"]["message"]
+    assert len(await service.dead_letters("orders").list()) == 1
+
+
+async def test_a_body_that_would_be_ignored_is_refused(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    await service.send("orders", -1)
+    await buried(service, "orders", 1)
+    path = "/api/queues/orders/dead-letters?all=true"
+    answer = await client.request("DELETE", path, json={"ids": ["x"]}, headers=AUTHORIZED)
+    assert answer.status_code == 422
+    assert "no body" in answer.json()["error"]["message"]
+    assert len(await service.dead_letters("orders").list()) == 1
 
 
 @pytest.mark.parametrize(
@@ -257,6 +315,8 @@ async def test_dead_letters_are_purged_some_or_all(
         ("GET", "/api/queues/a%20b/messages", 422, "InvalidName"),
         ("GET", "/api/queues/orders/messages?limit=0", 422, "BadRequest"),
         ("GET", "/api/queues/orders/messages?limit=many", 422, "BadRequest"),
+        ("GET", "/api/queues/orders/dead-letters?reasons=TTLExpired", 422, "BadRequest"),
+        ("GET", "/api/queues/orders/dead-letters?reason=Expired", 422, "BadRequest"),
         ("GET", "/nowhere", 404, "NotFound"),
         ("PUT", "/api/queues", 405, "MethodNotAllowed"),
     ],
@@ -335,6 +395,10 @@ async def test_the_document_describes_every_operation(client: httpx.AsyncClient)
     assert set(document["paths"]["/api/queues/{name}/dead-letters"]) == {"get", "delete"}
     operations = [item for path in document["paths"].values() for item in path.items()]
     assert all(("security" in item) is (method != "get") for method, item in operations)
+    deleting = document["paths"]["/api/queues/{name}/dead-letters"]["delete"]["parameters"]
+    assert {item["name"] for item in deleting} == {
+        *("name", "id", "reason", "error", "failed_before", "all"),
+    }
     text = json.dumps(document)
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in document["components"]["schemas"], name

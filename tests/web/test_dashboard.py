@@ -14,7 +14,7 @@ from qkit import BackendUnavailable, Channel, QueueService, Settings, consume
 from qkit.web import serve
 from tests.support.browser import Watched, open_page
 from tests.support.faulty import FaultyBackend
-from tests.support.web import TOKEN, Orders, buried, make_shop
+from tests.support.web import TOKEN, Orders, buried, eventually, make_shop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -112,6 +112,51 @@ async def test_purging_asks_first(service: QueueService) -> None:
         await unlock(page)
         await expect(page.locator(".toast")).to_contain_text("2 dead letters purged")
     assert await service.dead_letters("orders").list() == []
+
+
+async def test_what_fails_after_the_question_is_not_purged(service: QueueService) -> None:
+    for number in (-1, -2):
+        await service.send("orders", number)
+    await buried(service, "orders", 2)
+    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        await page.get_by_role("button", name="Purge all…").click()
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text("all 2 dead letters")
+        await service.send("orders", -3)
+        await buried(service, "orders", 3)
+        await dialog.get_by_role("button", name="Purge").click()
+        await unlock(page)
+        await expect(page.locator(".toast")).to_contain_text("2 dead letters purged")
+    assert [item.error for item in await service.dead_letters("orders").list()] == [
+        "negative total -3"
+    ]
+
+
+async def test_more_letters_than_the_page_holds_are_purged_up_to_the_question(
+    service: QueueService,
+) -> None:
+    await service.send_many("orders", [-1] * 101)
+    await eventually_buried(service, 101)
+    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        await expect(page.get_by_text("Select the first 100 of 101")).to_be_visible()
+        await page.get_by_role("button", name="Purge all…").click()
+        dialog = page.get_by_role("dialog")
+        await expect(dialog).to_contain_text("all 101 dead letters")
+        await service.send("orders", -3)
+        await eventually_buried(service, 102)
+        await dialog.get_by_role("button", name="Purge").click()
+        await unlock(page)
+        await expect(page.locator(".toast")).to_contain_text("101 dead letters purged")
+    assert len(await service.dead_letters("orders").list()) == 1
+
+
+async def eventually_buried(service: QueueService, count: int) -> None:
+    async def are_there() -> bool:
+        return len(await service.dead_letters("orders").list(1_000)) == count
+
+    await eventually(are_there)
 
 
 async def test_a_queue_is_paused_and_resumed(service: QueueService) -> None:

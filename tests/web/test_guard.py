@@ -69,7 +69,7 @@ async def test_a_refused_change_changes_nothing(service: QueueService) -> None:
     await buried(service, "orders", 1)
     path = "/api/queues/orders/dead-letters"
     async with client_of(service) as client:
-        await client.delete(path)
+        await client.delete(path, params={"all": "true"})
         await client.post(f"{path}/replay", json={})
         await client.post("/api/queues/orders/pause")
         await client.post("/api/queues/orders/messages", json={"body": 1})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
@@ -11,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from qkit.dead_letters import ALL
 from qkit.errors import QueueError, QueueNotFound
+from qkit.message import Reason
 from qkit.outgoing import SendOptions
 from qkit.service import QueueService
 from qkit.views import DeadLetterView, MessageView
@@ -28,7 +32,14 @@ from qkit.web.shapes import (
     Steered,
 )
 
-__all__ = ["Api", "Endpoint", "ReplayRequest", "SendRequest"]
+__all__ = [
+    "Api",
+    "Endpoint",
+    "Parameter",
+    "ReplayRequest",
+    "SendRequest",
+    "refuse_what_is_not_taken",
+]
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -64,6 +75,38 @@ class ReplayRequest(_Request):
 Handle = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A word of the query: what it means, and its JSON schema; an array's word may repeat."""
+
+    text: str
+    schema: Mapping[str, object] = field(default_factory=lambda: {"type": "string"})
+
+
+LIMIT = Parameter(
+    "How many at most.",
+    {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+)
+WHICH = {
+    "reason": Parameter(
+        "Only those with this reason.", {"type": "string", "enum": [str(item) for item in Reason]}
+    ),
+    "error": Parameter("Only those whose error is of this type, or has this in its text."),
+}
+DELETED = {
+    **WHICH,
+    "id": Parameter("Only these; may be repeated.", {"type": "array", "items": {"type": "string"}}),
+    "failed_before": Parameter(
+        "Only what had failed by then, in seconds since 1970: what fails meanwhile stays.",
+        {"type": "number"},
+    ),
+    "all": Parameter(
+        "Says that all are meant; needed where neither id nor reason nor error says which.",
+        {"type": "boolean", "const": True},
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """One operation: its route, and what OpenAPI says of it."""
@@ -75,7 +118,7 @@ class Endpoint:
     returns: type
     status: int = 200
     takes: type[BaseModel] | None = None
-    query: Mapping[str, str] = field(default_factory=dict[str, str])
+    query: Mapping[str, Parameter] = field(default_factory=dict[str, "Parameter"])
 
 
 class Api:
@@ -89,11 +132,6 @@ class Api:
     def endpoints(self) -> list[Endpoint]:
         """Every operation, in the order of the document."""
         queue, letters = "/api/queues/{name}", "/api/queues/{name}/dead-letters"
-        limit = {"limit": f"How many at most, {DEFAULT_LIMIT} unless said, {MAX_LIMIT} at most."}
-        which = {
-            "reason": "Only those with this reason.",
-            "error": "Only those whose error is of this type, or has this in its text.",
-        }
         return [
             Endpoint(
                 method="GET", path="/api/overview", handle=self.overview, returns=Overview,
@@ -109,7 +147,7 @@ class Api:
             ),
             Endpoint(
                 method="GET", path=f"{queue}/messages", handle=self.peek, returns=MessageList,
-                summary="The next messages, without consuming them.", query=limit,
+                summary="The next messages, without consuming them.", query={"limit": LIMIT},
             ),
             Endpoint(
                 method="POST", path=f"{queue}/messages", handle=self.send, returns=SentView,
@@ -125,7 +163,7 @@ class Api:
             ),
             Endpoint(
                 method="GET", path=letters, handle=self.letters, returns=DeadLetterList,
-                summary="The oldest dead letters.", query=limit | which,
+                summary="The oldest dead letters.", query={"limit": LIMIT, **WHICH},
             ),
             Endpoint(
                 method="POST", path=f"{letters}/replay", handle=self.replay, returns=Replayed,
@@ -133,8 +171,7 @@ class Api:
             ),
             Endpoint(
                 method="DELETE", path=letters, handle=self.purge, returns=Purged,
-                summary="Delete dead letters, all unless a filter says which.",
-                query=which | {"id": "Only this one; may be repeated."},
+                summary="Delete dead letters: those that are meant, or all=true.", query=DELETED,
             ),
         ]  # fmt: skip
 
@@ -198,7 +235,7 @@ class Api:
 
     async def letters(self, request: Request) -> Response:
         found = await self._service.dead_letters(request.path_params["name"]).list(
-            _limit(request), reason=_filter(request, "reason"), error=_filter(request, "error")
+            _limit(request), reason=_reason(request), error=request.query_params.get("error")
         )
         return answer(DeadLetterList(dead_letters=[DeadLetterView.of(letter) for letter in found]))
 
@@ -211,11 +248,15 @@ class Api:
         return answer(Replayed(replayed=count))
 
     async def purge(self, request: Request) -> Response:
-        count = await self._service.dead_letters(request.path_params["name"]).purge(
-            request.query_params.getlist("id") or None,
-            reason=_filter(request, "reason"),
-            error=_filter(request, "error"),
-        )
+        letters = self._service.dead_letters(request.path_params["name"])
+        ids = request.query_params.getlist("id") or None
+        reason, error = _reason(request), request.query_params.get("error")
+        _check_meant(request, chosen=bool(ids or reason or error))
+        before = _moment(request, "failed_before")
+        if before is not None:
+            found = await letters.list(ALL, reason=reason, error=error, ids=ids)
+            ids = [item.message_id for item in found if item.last_failed_at <= before]
+        count = await letters.purge(ids, reason=reason, error=error)
         self._sampler.forget()
         return answer(Purged(purged=count))
 
@@ -240,8 +281,49 @@ class Api:
             raise HTTPException(422, "; ".join(problems)) from None
 
 
-def _filter(request: Request, name: str) -> str | None:
-    return request.query_params.get(name) or None
+async def refuse_what_is_not_taken(endpoint: Endpoint, request: Request) -> None:
+    """422 for a word or a body that would be ignored: it was meant to say something."""
+    for name, value in request.query_params.multi_items():
+        if name not in endpoint.query:
+            known = ", ".join(endpoint.query) or "none"
+            raise HTTPException(422, f"{name[:40]!r} is no parameter of this; it has: {known}")
+        if not value:
+            raise HTTPException(422, f"{name}: it is empty; leave it out if it says nothing")
+        repeats = endpoint.query[name].schema["type"] == "array"
+        if not repeats and len(request.query_params.getlist(name)) > 1:
+            raise HTTPException(422, f"{name}: say it once")
+    if endpoint.takes is None:
+        async for part in request.stream():
+            if part:
+                raise HTTPException(422, "this takes no body; what is meant stands in the query")
+
+
+def _check_meant(request: Request, *, chosen: bool) -> None:
+    """Deleting everything takes a word of its own, so that no slip of the pen can mean it."""
+    everything = request.query_params.get("all")
+    if everything not in (None, "true"):
+        raise HTTPException(422, f"all: write all=true, not {everything[:20]!r}")
+    if chosen and everything:
+        raise HTTPException(422, "all: it goes with neither id nor reason nor error")
+    if not chosen and not everything:
+        raise HTTPException(422, "say which by id, reason or error, or that all=true are meant")
+
+
+def _reason(request: Request) -> str | None:
+    text = request.query_params.get("reason")
+    if text is not None and text not in set(Reason):
+        raise HTTPException(422, f"reason: one of {', '.join(Reason)}, not {text[:40]!r}")
+    return text
+
+
+def _moment(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    with suppress(ValueError):
+        if isfinite(number := float(text)):
+            return number
+    raise HTTPException(422, f"{name}: seconds since 1970, not {text[:20]!r}")
 
 
 def _limit(request: Request) -> int:

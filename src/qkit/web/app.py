@@ -20,7 +20,7 @@ from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 from qkit.web import probes
 from qkit.web.answers import failure, from_error
-from qkit.web.api import Api, Endpoint
+from qkit.web.api import Api, Endpoint, refuse_what_is_not_taken
 from qkit.web.exposition import CONTENT_TYPE, exposition
 from qkit.web.guard import Guard, check
 from qkit.web.openapi import document as openapi_document
@@ -103,7 +103,11 @@ def create_app(
 
 
 def _route(endpoint: Endpoint) -> Route:
-    return Route(endpoint.path, endpoint.handle, methods=[endpoint.method])
+    async def handle(request: Request) -> Response:
+        await refuse_what_is_not_taken(endpoint, request)
+        return await endpoint.handle(request)
+
+    return Route(endpoint.path, handle, methods=[endpoint.method])
 
 
 def _asset(file: Traversable, kind: str) -> Handle:

@@ -49,8 +49,13 @@ def _operation(endpoint: Endpoint, schemas: Json) -> Json:
             for name in re.findall(r"{(\w+)}", endpoint.path)
         ]
         + [
-            {"name": name, "in": "query", "description": text, "schema": {"type": "string"}}
-            for name, text in endpoint.query.items()
+            {
+                "name": name,
+                "in": "query",
+                "description": item.text,
+                "schema": dict(item.schema),
+            }
+            for name, item in endpoint.query.items()
         ],
         "responses": {
             str(endpoint.status): _response("What was asked for.", endpoint.returns, schemas),

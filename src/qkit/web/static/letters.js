@@ -24,7 +24,7 @@ export function letterList(name) {
       h("div", { class: "field grow" }, h("label", { for: "error" }, "Error"), error)),
     bar, list,
   );
-  let seen = null, timer = null, letters = [], writable = false, asked = 0, total = 0;
+  let seen = null, timer = null, letters = [], writable = false, asked = 0, total = 0, lookedAt = 0;
 
   const boxes = () => [...list.querySelectorAll("input[type=checkbox]")];
   const picked = () => boxes().filter((box) => box.checked).map((box) => box.value);
@@ -91,17 +91,28 @@ export function letterList(name) {
 
   const run = (action) => apply(action, picked());
 
+  /** What a purge deletes, in words and as a query. What fails after the question is never in it. */
+  async function doomed(ids) {
+    if (ids.length) return { which: plural(ids.length, "dead letter"), query: ids.map((id) => ["id", id]) };
+    const until = lookedAt;
+    await load(); // so that the question is about all that there are
+    const chosen = Object.entries(filter()).filter(([, value]) => value);
+    const which = (number) => (filtered() ? `${number} that match` : `all ${number}`);
+    if (letters.length < LIMIT) return { which: which(plural(letters.length, "dead letter")), query: [...chosen, ...letters.map(({ id }) => ["id", id])] };
+    return { which: which(filtered() ? "all dead letters" : plural(total, "dead letter")), query: [...(chosen.length ? chosen : [["all", "true"]]), ["failed_before", until]] };
+  }
+
+  async function purged(ids) {
+    const { which, query } = await doomed(ids);
+    if (!query.length) return null; // they went meanwhile
+    if (!(await confirm({ title: "Purge for good?", text: `This deletes ${which} of ${name}. Nothing brings them back.`, action: "Purge" }))) return null;
+    return change("DELETE", `${path}?${new URLSearchParams(query)}`);
+  }
+
   async function apply(action, ids) {
-    const which = ids.length ? plural(ids.length, "dead letter") : filtered() ? "every dead letter that matches" : `all ${plural(total, "dead letter")}`;
-    if (action === "purge" && !(await confirm({ title: "Purge for good?", text: `This deletes ${which} of ${name}. Nothing brings them back.`, action: "Purge" }))) return;
     const wanted = ids.length ? { ids } : Object.fromEntries(Object.entries(filter()).filter(([, value]) => value));
     try {
-      let answer;
-      if (action === "replay") answer = await change("POST", `${path}/replay`, wanted);
-      else {
-        const query = new URLSearchParams(ids.length ? ids.map((id) => ["id", id]) : Object.entries(wanted));
-        answer = await change("DELETE", `${path}?${query}`);
-      }
+      const answer = action === "replay" ? await change("POST", `${path}/replay`, wanted) : await purged(ids);
       if (!answer) return;
       toast(action === "replay" ? `${plural(answer.replayed, "message")} sent to ${name} again.` : `${plural(answer.purged, "dead letter")} purged.`);
       await load();
@@ -112,6 +123,7 @@ export function letterList(name) {
     element,
     update(queue, overview) {
       total = queue.dead_letters ?? 0;
+      lookedAt = overview.at;
       if (writable !== overview.writable) { writable = overview.writable; seen = null; }
       const busy = picked().length || list.querySelector("details[open]");
       if (seen === null || (seen !== total && !busy)) { seen = total; load(); }
