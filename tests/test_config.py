@@ -89,10 +89,29 @@ def test_variables_may_hold_a_section_as_json_and_empty_ones_are_unset(
 
 
 def test_variables_that_are_no_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QKIT_TEST_REDIS_URL", "QKIT_CONFIG", "QKIT_TOKEN", "QKIT_SERVICE_HOST"):
+    for name in ("QKIT_TEST_REDIS_URL", "QKIT_TOKEN", "QKIT_SERVICE_HOST"):
         monkeypatch.setenv(name, "x")
     monkeypatch.setenv("QKIT_PORT_6379_TCP_ADDR", "10.0.0.1")
     assert Settings() == Settings(type="native")
+
+
+def test_a_variable_names_the_file_beneath_arguments_and_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "app.toml"
+    file.write_text("prefetch = 20\nsend_timeout = 3\nack_deadline = 7\n")
+    monkeypatch.setenv("QKIT_CONFIG", str(file))
+    monkeypatch.setenv("QKIT_SEND_TIMEOUT", "4")
+    settings = Settings(ack_deadline=8)
+    assert (settings.prefetch, settings.send_timeout, settings.ack_deadline) == (20, 4, 8)
+    other = tmp_path / "other.toml"
+    other.write_text("")
+    assert Settings.load(other).prefetch is None  # one file, the one that was said
+    monkeypatch.setenv("QKIT_CONFIG", str(tmp_path / "nowhere.toml"))
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        Settings()
+    monkeypatch.setenv("QKIT_CONFIG", "")
+    assert Settings().prefetch is None
 
 
 @pytest.mark.parametrize("table", ["", "[qkit]\n"])

@@ -64,6 +64,12 @@ def _origin(source: str, *names: str) -> str:
     return f" (from {source}{'__'.join(names).upper()})" if source == PREFIX else source
 
 
+def named(environ: Mapping[str, str]) -> File | None:
+    """The file that ``QKIT_CONFIG`` names, if it names one."""
+    path = environ.get(f"{PREFIX}CONFIG")
+    return read(Path(path)) if path else None
+
+
 def read(path: Path) -> File:
     """The settings in a TOML file; ``ConfigError`` with path and line if there are none."""
     try:

@@ -27,7 +27,7 @@ DEFAULTS = {
     "suffix": "'.dlq', on native '_dlq'",
 }
 
-# Variables that are no settings: the command line's and the web application's, the tests', and
+# Variables that are no settings: the file's name, the web application's token, the tests', and
 # those that Kubernetes or Docker links set for a service that happens to be called "qkit".
 _NOT_SETTINGS = re.compile(
     r"QKIT_(TEST_.*|CONFIG|TOKEN|SERVICE_(HOST|PORT)(_.*)?|PORT(_\d+_(TCP|UDP)(_.*)?)?)"

@@ -188,7 +188,7 @@ class Settings(BaseSettings):
 
     Sections are merged field by field: ``retry={"max_attempts": 5}`` leaves room for
     ``QKIT_RETRY__JITTER``; an instance, ``retry=RetrySettings(…)``, is taken as it is. An empty
-    variable counts as unset.
+    variable counts as unset. ``QKIT_CONFIG`` names a file as for ``load``, beneath both.
 
     >>> settings = Settings(type="rabbitmq", url="amqp://guest:secret@localhost:5672/")
     >>> settings
@@ -292,8 +292,9 @@ class Settings(BaseSettings):
             ("", cast("Mapping[str, object]", values)),
             (words.PREFIX, sources.Environment(cls)()),
         ]
-        if _file is not None:
-            layers.append((f" (in {_file.path})", _file.values))
+        file = _file or sources.named(os.environ)
+        if file is not None:
+            layers.append((f" (in {file.path})", file.values))
         merged, origins = sources.merge(layers)
         problems = words.unknown_variables(os.environ, cls)
         problems += [

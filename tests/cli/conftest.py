@@ -27,6 +27,7 @@ def quiet_again() -> Iterator[None]:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QKIT_CONFIG", "")  # a command may set it: it is alone in its process
     return Shell(tmp_path / "data")
 
 

@@ -154,6 +154,32 @@ def test_the_asyncapi_document_is_printed_or_written(
     assert json.loads((tmp_path / "api.json").read_text())["asyncapi"] == "3.0.0"
 
 
+def test_a_loaded_program_gets_the_settings_that_every_command_gets(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"shop_{tmp_path.name.replace('-', '_')}_plain"
+    (tmp_path / f"{name}.py").write_text(
+        "from qkit import Channel, QueueService\n"
+        "def make():\n"
+        "    service = QueueService()\n"
+        "    service.declare(Channel('orders'))\n"
+        "    return service\n"
+    )
+
+    def address(*words: str) -> str:
+        made = json.loads(shell.run("asyncapi", f"{name}:make", *words).stdout)
+        return str(made["channels"]["orders"]["address"])
+
+    assert address() == "orders"
+    (tmp_path / "qkit.toml").write_text("prefix = 'here.'\n")
+    assert address() == "here.orders"
+    monkeypatch.setenv("QKIT_CONFIG", "")
+    (tmp_path / "other.toml").write_text("prefix = 'other.'\n")
+    assert address("--config", "other.toml") == "other.orders"
+    refused = shell.run("asyncapi", f"{name}:make", "-c", "nowhere.toml", code=2)
+    assert "no such file" in refused.stderr
+
+
 def test_a_target_that_cannot_be_meant_is_explained(
     shell: Shell, shop: str, tmp_path: Path
 ) -> None:

@@ -171,6 +171,24 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> None:
+    (place / "plain.py").write_text(
+        "from qkit import QueueService\n"
+        "service = QueueService()\n"
+        "print('prefetch', service.settings.prefetch, flush=True)\n"
+    )
+    (place / "qkit.toml").write_text("prefetch = 21\n")
+    (place / "other.toml").write_text("prefetch = 22\n")
+    for words, meant in (((), 21), (("--config", "other.toml"), 22)):
+        command = ("run", "plain:service", "--workers", str(workers), *words)
+        with qkit(place, *command) as running:
+            running.until(lambda line: "-> connected" in line)  # by a worker
+            assert set(running.lines()) & {"prefetch 21", "prefetch 22"} == {f"prefetch {meant}"}
+            assert running.lines().count(f"prefetch {meant}") >= min(workers, 2)
+            assert running.end() == 0
+
+
 def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--workers", "2") as running:
         assert running.process.wait(40) == 2

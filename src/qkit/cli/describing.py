@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from qkit.asyncapi import document
-from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
+from qkit.cli.frame import AsJson, Config, adopt, command, find_settings, run, service
 from qkit.cli.target import load
 from qkit.cli.terminal import out, print_json, safe, table, tell
 from qkit.clock import SystemClock
@@ -178,9 +178,11 @@ def asyncapi(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it to a file.")
     ] = None,
+    config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the AsyncAPI 3 document of a service, from its handlers."""
+    adopt(config)
     made = document(load(target), title=title, version=version)
     if output is None:
         print_json(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -19,7 +20,17 @@ from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 
-__all__ = ["AsJson", "Config", "Yes", "command", "confirmed", "find_settings", "run", "service"]
+__all__ = [
+    "AsJson",
+    "Config",
+    "Yes",
+    "adopt",
+    "command",
+    "confirmed",
+    "find_settings",
+    "run",
+    "service",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,6 +83,15 @@ def find_settings(config: Path | None) -> Settings:
     """The settings that a command works with: a file, the environment, or both."""
     file = _file(config)
     return Settings() if file is None else Settings.load(file)
+
+
+def adopt(config: Path | None) -> None:
+    """Make the file the one that the settings of a program read, and those of its workers."""
+    file = _file(config)
+    if file is not None:
+        if not file.is_file():
+            raise ConfigError(f"--config {file}: there is no such file")
+        os.environ["QKIT_CONFIG"] = str(file.resolve())
 
 
 def _modest(config: Path | None) -> Settings:

@@ -45,6 +45,7 @@ def run(
     token: Token = None,
     log_json: LogJson = False,
     log_level: LogLevel = "info",
+    config: Config = None,
     as_json: AsJson = False,
     lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -56,6 +57,7 @@ def run(
     [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]
     """
     log_json = log_json or as_json
+    frame.adopt(config)
     if workers > 1:
         sys.exit(_supervise(target, workers, port, host, token, log_json, log_level))
     set_up_logs(log_json, log_level)
