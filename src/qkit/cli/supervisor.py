@@ -78,9 +78,9 @@ class Supervisor:
 
     async def _keep(self, number: int, command: Sequence[str], lifeline: int) -> None:
         """One worker's life, and the next one's after it."""
-        crashes = 0
+        crashes, lives = 0, 0
         while not self._stop.is_set():
-            began = time.monotonic()
+            began, lives = time.monotonic(), lives + 1
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._environment,
@@ -103,12 +103,13 @@ class Supervisor:
             if code == 0:
                 logger.info("worker %d ended by itself", number)
                 return
-            if code == NEVER_WORKS:
+            steady = time.monotonic() - began >= STEADY
+            # One that worked before can work: its program ended itself like that, or was changed.
+            if code == NEVER_WORKS and lives == 1 and not steady:
                 logger.error("worker %d cannot work; ending the others", number)
                 self._code = code
                 self._end()
                 return
-            steady = time.monotonic() - began >= STEADY
             crashes = 1 if steady else crashes + 1
             pause = self._restart.after(crashes)
             logger.error(
