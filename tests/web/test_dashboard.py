@@ -289,6 +289,22 @@ async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueS
     assert '  "none": [],' in text
 
 
+async def test_what_is_sent_from_the_page_is_what_was_written(service: QueueService) -> None:
+    await service.send("archive", 1)
+    body = '{"id": 12345678901234567890, "total": 4.0, "share": 0.12345678901234567890}'
+    async with shown(service, "#/queues/archive") as watched:
+        page = watched.page
+        await page.get_by_text("Send a message").click()
+        await page.get_by_label("Body, as JSON").fill(body)
+        await page.get_by_label("Priority").fill("9")
+        await page.get_by_role("button", name="Send", exact=True).click()
+        await unlock(page)
+        await expect(page.locator(".toast", has_text="Sent as")).to_be_visible()
+    sent = (await service.peek("archive"))[0]
+    assert sent.priority == 9
+    assert b'"id":12345678901234567890,"total":4.0' in sent.body.replace(b" ", b"")
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 async def test_a_phone_sees_it_all_without_scrolling_sideways(
     service: QueueService, dark: bool

@@ -20,14 +20,14 @@ export async function get(path, parameters = {}) {
   return read(await reach(url, {}));
 }
 
-/** A change: asks for the token if there is none yet, or another if it is refused. */
+/** A change: asks for the token if there is none yet, or another if it is refused. Text is sent as it is. */
 export async function change(method, path, body) {
   for (;;) {
     const token = sessionStorage.getItem(KEY) ?? (await askForToken());
     if (token === null) return null;
     const headers = { Authorization: `Bearer ${token}` };
     if (body !== undefined) headers["Content-Type"] = "application/json";
-    const answer = await reach(new URL(path, base), { method, headers, body: body === undefined ? undefined : JSON.stringify(body) });
+    const answer = await reach(new URL(path, base), { method, headers, body: body === undefined || typeof body === "string" ? body : JSON.stringify(body) });
     if (answer.status !== 401) return read(answer);
     sessionStorage.removeItem(KEY);
     tellToken();

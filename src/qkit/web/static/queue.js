@@ -197,10 +197,13 @@ function sendForm(name, sent) {
   );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const message = {};
-    try { message.body = JSON.parse(body.value); } catch { toast('The body is no JSON: write {"id": 1}, "text" or 42.', "bad"); return; }
-    if (priority.value) message.priority = Number(priority.value);
-    if (delay.value) message.delay = Number(delay.value);
+    const options = {};
+    try { JSON.parse(body.value); } catch { toast('The body is no JSON: write {"id": 1}, "text" or 42.', "bad"); return; }
+    if (priority.value) options.priority = Number(priority.value);
+    if (delay.value) options.delay = Number(delay.value);
+    // The body as it was written: what JSON.parse gives has long numbers rounded.
+    const fields = Object.entries(options).map(([key, value]) => `, ${JSON.stringify(key)}: ${value}`);
+    const message = `{"body": ${body.value}${fields.join("")}}`;
     submit.disabled = true;
     try {
       const answer = await change("POST", queuePath(name, "messages"), message);
