@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 
 from qkit import BackendUnavailable, Channel, QueueService, consume
+from qkit.backend import QueueStats
 from qkit.message import Envelope, new_id
+from qkit.web.sampling import Sampler
+from qkit.web.shapes import QueueView
 from tests.support.web import AUTHORIZED, Orders, buried, client_of, eventually, make_shop
 
 
@@ -337,8 +341,69 @@ async def test_a_broker_that_does_not_answer_is_said_on_the_page_and_breaks_noth
 
     monkeypatch.setattr(service, "stats", gone)
     overview = (await client.get("/api/overview")).json()
-    assert "gone fishing" in overview["queues"][0]["problem"]
-    assert overview["queues"][0]["depth"] is None
+    (row,) = overview["queues"]
+    assert "gone fishing" in row["problem"]
+    assert (row["depth"], row["in_rate"], row["out_rate"]) == (None, None, None)
+    totals = overview["totals"]
+    assert (totals["depth"], totals["dead_letters"], totals["in_rate"]) == (None, None, None)
+
+
+async def test_totals_are_unknown_while_the_broker_is_and_nothing_while_there_are_no_queues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def gone(*arguments: object) -> None:
+        raise BackendUnavailable("gone fishing")
+
+    async with make_shop() as service:
+        async with client_of(service) as client:
+            totals = (await client.get("/api/overview")).json()["totals"]
+            assert (totals["depth"], totals["in_rate"]) == (0, 0)
+        async with client_of(service) as client:
+            monkeypatch.setattr(service, "queues", gone)
+            overview = (await client.get("/api/overview")).json()
+            assert overview["problem"]
+            assert overview["totals"]["depth"] is None
+            assert overview["totals"]["dead_letters"] is None
+
+
+async def test_a_broker_that_counts_nothing_has_the_rates_of_this_process_or_none(
+    service: QueueService, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Redis, where other processes' traffic is seen by nobody here."""
+    real = service.stats
+
+    async def without_totals(name: str) -> QueueStats:
+        return replace(await real(name), published_total=None, acked_total=None)
+
+    monkeypatch.setattr(service, "stats", without_totals)
+    foreign = Envelope(new_id(), b"1")
+    await service._backend.publish("orders", [foreign])  # by another process
+    sampler = Sampler(service, writable=False, every=0)
+
+    async def row() -> QueueView:
+        return next(view for view in (await sampler.look()).queues if view.name == "orders")
+
+    await row()
+
+    async def consumed() -> bool:
+        return (await row()).handled == 1
+
+    await eventually(consumed)
+    seen = await row()
+    assert seen.own_rates
+    assert seen.in_rate is None  # this process sends nothing there
+    assert seen.out_rate is not None  # but it consumes
+    await service.send("orders", 2)
+    assert (await row()).in_rate
+
+
+async def test_rates_of_a_broker_that_counts_are_everybodys(service: QueueService) -> None:
+    sampler = Sampler(service, writable=False, every=0)
+    await sampler.look()
+    await service._backend.publish("orders", [Envelope(new_id(), b"1")])  # by another process
+    (row,) = (await sampler.look()).queues
+    assert row.in_rate
+    assert not row.own_rates
 
 
 async def test_a_broker_that_is_silent_is_not_waited_for_long(

@@ -6,11 +6,13 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from playwright.async_api import Page, expect
 
 from qkit import BackendUnavailable, Channel, QueueService, Settings, consume
+from qkit.backend import QueueStats
 from qkit.web import serve
 from tests.support.browser import Watched, open_page
 from tests.support.faulty import FaultyBackend
@@ -62,6 +64,35 @@ async def test_figures_move_by_themselves(service: QueueService) -> None:
         await expect(watched.page.get_by_role("row", name="archive")).to_contain_text("3")
         line = watched.page.get_by_role("row", name="archive").locator("path.line").first
         await expect(line).to_have_attribute("d", re.compile("M.+L"))
+
+
+async def test_what_nobody_knows_is_a_dash_and_own_rates_are_called_so(
+    service: QueueService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = service.stats
+
+    async def without_totals(name: str) -> QueueStats:
+        return replace(await real(name), published_total=None, acked_total=None)
+
+    async def gone(*arguments: object) -> None:
+        raise BackendUnavailable("gone fishing")
+
+    monkeypatch.setattr(service, "stats", without_totals)
+    async with shown(service) as watched:
+        page = watched.page
+        await expect(page.get_by_role("row", name="orders")).to_contain_text("by this process")
+        tiles = page.locator(".tile")
+        await expect(tiles.nth(0).locator("strong")).to_have_text("0")
+        await expect(tiles.nth(1)).to_contain_text("by this process")
+        await expect(tiles.nth(1).locator("strong")).to_have_text("–")  # it has sent nothing
+        monkeypatch.setattr(service, "stats", gone)
+        for number in range(4):
+            await expect(tiles.nth(number).locator("strong")).to_have_text("–")
+        monkeypatch.setattr(service, "stats", without_totals)
+        await page.goto(f"{page.url.partition('#')[0]}#/queues/orders")
+        await expect(page.get_by_role("heading", level=3).nth(1)).to_contain_text(
+            "Traffic per second, by this process"
+        )
 
 
 async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
@@ -228,6 +259,9 @@ async def test_a_broker_that_is_gone_and_back_is_said() -> None:
         await expect(banner).to_contain_text("The broker cannot be reached.")
         await expect(banner).to_contain_text("no route to the broker")
         await expect(watched.page.locator("#service-state")).to_contain_text("not ready")
+        health = watched.page.get_by_role("region", name="Health")
+        await expect(health).to_contain_text("no connection to send over")
+        await expect(health).not_to_contain_text("sends go through")
         backend.heal("ping")
         await expect(banner).to_be_empty()
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from qkit.backend import QueueStats
 from qkit.errors import LifecycleError, QueueError, QueueNotFound, Unsupported
@@ -26,6 +28,8 @@ PATIENCE = 3.0  # seconds for all of them
 HISTORY = 300.0  # seconds
 MAX_POINTS = 300
 
+Figure = TypeVar("Figure", int, float)
+
 Point = tuple[float, int | None, float | None, float | None, int | None]
 """When, depth, messages in and out a second, dead letters."""
 
@@ -35,6 +39,7 @@ class _Counts:
     at: float
     sent: int
     handled: int
+    own: bool
 
 
 class Sampler:
@@ -80,7 +85,7 @@ class Sampler:
             writable=self._writable,
             capabilities=self._service.capabilities.as_dict(),
             health=health,
-            totals=_totals(queues),
+            totals=_totals(queues, known=problem is None),
             queues=queues,
             hidden=hidden,
             problem=problem,
@@ -124,6 +129,7 @@ class Sampler:
             self._view(
                 name,
                 answer=stats.get(name),
+                asked=problem is None,
                 buried=stats.get(settings.dead_letter_name(name)),
                 mine=metrics.get(name, ChannelMetrics()),
                 consumers=[item for item in health.consumers if item.channel == name],
@@ -162,6 +168,7 @@ class Sampler:
         name: str,
         *,
         answer: QueueStats | str | None,
+        asked: bool,
         buried: QueueStats | str | None,
         mine: ChannelMetrics,
         consumers: list[ConsumerHealth],
@@ -169,10 +176,15 @@ class Sampler:
     ) -> QueueView:
         """One queue: the broker's own figures where it knows them, else this service's."""
         stats = answer if isinstance(answer, QueueStats) else None
-        own_handled = mine.messages_received - mine.messages_retried - mine.in_flight
+        own = stats is None or stats.published_total is None or stats.acked_total is None
         sent = _known(stats.published_total if stats else None, mine.messages_sent)
-        handled = _known(stats.acked_total if stats else None, own_handled)
-        in_rate, out_rate = self._rates(name, sent, handled)
+        handled = _known(stats.acked_total if stats else None, _handled(mine))
+        in_rate, out_rate = None, None
+        if asked and not isinstance(answer, str):  # a broker that is gone has no traffic to tell of
+            in_rate, out_rate = self._rates(name, _Counts(time.monotonic(), sent, handled, own))
+        if own:  # 0 would be a lie where others send, and others consume
+            in_rate = in_rate if mine.messages_sent else None
+            out_rate = out_rate if consumers else None
         held = sum(consumer.in_flight for consumer in consumers)
         return QueueView(
             name=name,
@@ -186,6 +198,7 @@ class Sampler:
             wait_ms=stats.avg_wait_time_ms if stats else None,
             in_rate=in_rate,
             out_rate=out_rate,
+            own_rates=own,
             sent=sent,
             handled=handled,
             retried=mine.messages_retried,
@@ -194,13 +207,15 @@ class Sampler:
             problem=answer if isinstance(answer, str) else None,
         )
 
-    def _rates(self, name: str, sent: int, handled: int) -> tuple[float | None, float | None]:
-        now = time.monotonic()
-        before, self._counts[name] = self._counts.get(name), _Counts(now, sent, handled)
-        if before is None or now <= before.at:
+    def _rates(self, name: str, now: _Counts) -> tuple[float | None, float | None]:
+        before, self._counts[name] = self._counts.get(name), now
+        if before is None or now.at <= before.at or now.own != before.own:
             return None, None
-        seconds = now - before.at  # counters that begin anew, after a restart, are no traffic
-        return max(0, sent - before.sent) / seconds, max(0, handled - before.handled) / seconds
+        seconds = now.at - before.at  # counters that begin anew, after a restart, are no traffic
+        return (
+            max(0, now.sent - before.sent) / seconds,
+            max(0, now.handled - before.handled) / seconds,
+        )
 
     def _remember(self, queues: list[QueueView]) -> None:
         now = time.time()
@@ -225,15 +240,24 @@ def _state(consumers: list[ConsumerHealth]) -> QueueState:
     return "none"
 
 
-def _totals(queues: list[QueueView]) -> Totals:
+def _totals(queues: list[QueueView], *, known: bool) -> Totals:
+    def total(figures: Iterable[Figure | None]) -> Figure | None:
+        """The sum of what is known; of no queues it is 0, of queues that nobody knows nothing."""
+        there = [figure for figure in figures if figure is not None]
+        return sum(there) if there or (known and not queues) else None
+
     return Totals(
-        depth=sum(view.depth or 0 for view in queues),
-        in_flight=sum(view.in_flight or 0 for view in queues),
-        dead_letters=sum(view.dead_letters or 0 for view in queues),
+        depth=total(view.depth for view in queues),
+        in_flight=total(view.in_flight for view in queues),
+        dead_letters=total(view.dead_letters for view in queues),
         retried=sum(view.retried for view in queues),
-        in_rate=sum(view.in_rate or 0.0 for view in queues),
-        out_rate=sum(view.out_rate or 0.0 for view in queues),
+        in_rate=total(view.in_rate for view in queues),
+        out_rate=total(view.out_rate for view in queues),
     )
+
+
+def _handled(mine: ChannelMetrics) -> int:
+    return mine.messages_received - mine.messages_retried - mine.in_flight
 
 
 def _known(figure: int | None, otherwise: int) -> int:

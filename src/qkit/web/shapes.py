@@ -30,9 +30,10 @@ QueueState = Literal["none", "starting", "consuming", "paused", "reconnecting", 
 class QueueView:
     """A queue as the pages show it; ``None`` where the backend does not know.
 
-    Rates are messages a second since the look before. ``state`` is what this service's consumers
-    of it do, ``none`` if it has none; ``retried`` and ``failed`` are counted by this service.
-    ``problem`` says why figures are missing.
+    Rates are messages a second since the look before; with ``own_rates`` the broker does not count
+    them, and they, ``sent`` and ``handled`` are what this process did itself. ``state`` is what
+    this service's consumers of it do, ``none`` if it has none; ``retried`` and ``failed`` are
+    counted by this service. ``problem`` says why figures are missing.
     """
 
     name: str
@@ -46,6 +47,7 @@ class QueueView:
     wait_ms: float | None = None
     in_rate: float | None = None
     out_rate: float | None = None
+    own_rates: bool = False
     sent: int = 0
     handled: int = 0
     retried: int = 0
@@ -56,14 +58,14 @@ class QueueView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """All queues that are shown, together."""
+    """All queues that are shown, together; ``None`` where it is known of none of them."""
 
-    depth: int = 0
-    in_flight: int = 0
-    dead_letters: int = 0
-    retried: int = 0
-    in_rate: float = 0.0
-    out_rate: float = 0.0
+    depth: int | None
+    in_flight: int | None
+    dead_letters: int | None
+    retried: int
+    in_rate: float | None
+    out_rate: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 // Small charts in SVG: a sparkline for a table, a larger one to look into.
 
-import { h, rate, s } from "./elements.js";
+import { h, rate, s, say } from "./elements.js";
 
 const SPANS = [60, 120, 300]; // seconds that a large chart may show
 
@@ -51,10 +51,11 @@ export function chart({ series, format = rate, title }) {
     const value = h("b", {}, "–");
     return { value, element: h("span", { class: `key ${kind}` }, h("i", { "aria-hidden": "true" }), name, " ", value) };
   });
+  const heading = h("h3", {}, title);
   const when = h("span", { class: "when" }, "now");
   const element = h(
     "figure", { class: "panel figure" },
-    h("figcaption", {}, h("h3", {}, title), h("div", { class: "keys" }, readings.map((item) => item.element), when)),
+    h("figcaption", {}, heading, h("div", { class: "keys" }, readings.map((item) => item.element), when)),
     drawing,
   );
   let rows = [], now = 0, seconds = SPANS[0], pointed = null;
@@ -81,6 +82,7 @@ export function chart({ series, format = rate, title }) {
 
   return {
     element,
+    name(text) { say(heading, text); drawing.setAttribute("aria-label", text); },
     /** `points` are [time, value of the first series, of the second, …]. */
     draw(points, at) {
       now = at;

@@ -11,13 +11,17 @@ const TILES = [
   { name: "Dead letters", kind: "bad", figure: (all) => count(all.dead_letters), series: 4 },
 ];
 
+/** Beside rates that the broker does not count. */
+export const OWN = "by this process";
+
 const COLUMNS = ["Queue", "Waiting", "Traffic per second", "Oldest", "In flight", "Retries", "Dead letters"];
 
 export function overviewPage() {
   const tiles = TILES.map((tile) => {
     const spark = sparkline({ width: 200, height: 44, seconds: 300, kind: tile.kind, label: tile.name, ends: false });
     const value = h("strong", {}, "–");
-    return { ...tile, spark, value, element: h("div", { class: "tile panel" }, h("h2", {}, tile.name), value, spark.element) };
+    const whose = h("small", { class: "whose", hidden: true });
+    return { ...tile, spark, value, whose, element: h("div", { class: "tile panel" }, h("h2", {}, tile.name), value, whose, spark.element) };
   });
   const health = h("div", { class: "health" });
   const body = h("tbody");
@@ -48,8 +52,10 @@ export function overviewPage() {
     title: "qkit",
     update(overview, history) {
       const points = totals(history);
+      const own = overview.queues.some((queue) => queue.own_rates);
       for (const tile of tiles) {
         say(tile.value, tile.figure(overview.totals));
+        note(tile.whose, own && (tile.series === 2 || tile.series === 3) ? OWN : "");
         tile.spark.draw(points.map((row) => [row[0], row[tile.series]]), overview.at, `${tile.name}: ${tile.figure(overview.totals)}`);
       }
       for (const [name, row] of rows) {
@@ -78,13 +84,13 @@ function queueRow(name) {
   const cells = Object.fromEntries(["depth", "in", "out", "oldest", "flight", "retried"].map((key) => [key, h("span", { class: "number" })]));
   const state = h("span", { class: "state" });
   const letters = h("a", { class: "number", href: `#/queues/${encodeURIComponent(name)}/dead-letters` });
-  const extra = h("small");
+  const extra = h("small"), whose = h("small", { hidden: true });
   const cell = (label, ...children) => h("td", { "data-label": label }, ...children);
   const element = h(
     "tr", {},
     h("th", { scope: "row" }, h("a", { class: "name", href: `#/queues/${encodeURIComponent(name)}` }, name), state),
     cell("Waiting", h("div", { class: "beside" }, h("div", {}, cells.depth, extra), depth.element)),
-    cell("Traffic", h("div", { class: "beside" }, h("div", {}, cells.in, cells.out), h("span", { class: "pair" }, flow.element, done.element))),
+    cell("Traffic", h("div", { class: "beside" }, h("div", {}, cells.in, cells.out, whose), h("span", { class: "pair" }, flow.element, done.element))),
     cell("Oldest", cells.oldest),
     cell("In flight", cells.flight),
     cell("Retries", cells.retried),
@@ -102,6 +108,7 @@ function queueRow(name) {
       say(extra, queue.scheduled ? `${count(queue.scheduled)} scheduled` : "");
       say(cells.in, `${rate(queue.in_rate)} in`);
       say(cells.out, `${rate(queue.out_rate)} done`);
+      note(whose, queue.own_rates ? OWN : "");
       say(cells.oldest, duration(queue.oldest_seconds));
       say(cells.flight, count(queue.in_flight));
       say(cells.retried, count(queue.retried));
@@ -117,10 +124,12 @@ function queueRow(name) {
 
 function healthFacts({ health, backend, at }) {
   const fact = (name, ...value) => h("div", { class: "fact" }, h("h3", {}, name), h("div", {}, ...value));
+  const connected = health.connection_state === "connected";
+  const sends = health.breaker !== "closed" ? "sends are refused for now" : connected ? "sends go through" : "there is no connection to send over";
   const broken = health.connection_state !== "connected" && health.last_error;
   return [
     fact("Connection", pill(health.connection_state, MOODS[health.connection_state]), h("small", {}, broken ? health.last_error : `last message ${ago(health.last_success_at, at)}`)),
-    fact("Circuit breaker", pill(health.breaker.replace("_", " "), MOODS[health.breaker]), h("small", {}, health.breaker === "closed" ? "sends go through" : "sends are refused for now")),
+    fact("Circuit breaker", pill(health.breaker.replace("_", " "), MOODS[health.breaker]), h("small", {}, sends)),
     fact("Storage", pill(health.durable ? "durable" : "in memory", health.durable ? "good" : "calm"), h("small", {}, `${backend}${health.durable ? "" : ": gone after a restart"}`)),
     h("div", { class: "fact wide" }, h("h3", {}, "Consumers"), consumers(health.consumers, at)),
   ];

@@ -4,7 +4,7 @@ import { change, get, queuePath } from "./api.js";
 import { chart } from "./charts.js";
 import { MOODS, ago, button, bytes, count, duration, h, moment, note, pill, say, toast } from "./elements.js";
 import { letterList } from "./letters.js";
-import { consumers } from "./overview.js";
+import { OWN, consumers } from "./overview.js";
 
 const FACTS = [
   ["Waiting", (queue) => count(queue.depth)],
@@ -78,6 +78,7 @@ export function queuePage(name, tab) {
       const points = history.get(name) ?? [];
       depth.draw(points.map((row) => [row[0], row[1]]), overview.at);
       flow.draw(points.map((row) => [row[0], row[2], row[3]]), overview.at);
+      flow.name(current.own_rates ? `Traffic per second, ${OWN}` : "Traffic per second");
       say(deadCount, count(current.dead_letters));
       deadCount.hidden = !current.dead_letters;
       const mine = overview.health.consumers.filter((item) => item.channel === name);
