@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from examples.orders import Order, Orders, Payment, Payments, Reminders, payments
-from qkit import Message, QueueService, Settings, channel, consume
+from qkit import ConfigError, Message, QueueService, Settings, channel, consume
 from qkit.web import serve
 
 DIRECTORY = Path(".demo")
@@ -47,8 +47,13 @@ def chosen_settings() -> Settings:
     settings = Settings()
     if settings.type != "native" or settings.path is not None:
         return settings
-    shutil.rmtree(DIRECTORY, ignore_errors=True)
     return Settings(path=DIRECTORY)
+
+
+def clear_the_shop(settings: Settings) -> None:
+    """Away with the orders of the last time; a directory that somebody named is theirs."""
+    if settings.path == DIRECTORY and Settings().path is None:
+        shutil.rmtree(DIRECTORY, ignore_errors=True)
 
 
 async def fail_some(service: QueueService, orders: Orders, gateway: Gateway) -> None:
@@ -84,12 +89,14 @@ async def main(console: Console) -> None:
     orders, gateway = Orders(service), Gateway()
     for desk in (orders, gateway, Reminders()):
         service.register(desk)
-    async with serve(service, port=PORT, token=TOKEN) as address, service:
-        await fail_some(service, orders, gateway)
-        coming = asyncio.create_task(customers(service), name="customers")
-        show_the_way(console, service, address)
-        await service.run()
-        coming.cancel()
+    async with serve(service, port=PORT, token=TOKEN) as address:
+        clear_the_shop(service.settings)  # not before: who has the port may have the directory
+        async with service:
+            await fail_some(service, orders, gateway)
+            coming = asyncio.create_task(customers(service), name="customers")
+            show_the_way(console, service, address)
+            await service.run()
+            coming.cancel()
 
 
 def show_the_way(console: Console, service: QueueService, address: str) -> None:
@@ -108,4 +115,7 @@ def show_the_way(console: Console, service: QueueService, address: str) -> None:
 
 if __name__ == "__main__":
     logging.getLogger("qkit").setLevel(logging.CRITICAL)  # the page tells the same story
-    sys.exit(asyncio.run(main(Console())))
+    try:
+        asyncio.run(main(Console()))
+    except ConfigError as error:
+        sys.exit(f"{error}. Is the shop open already, in another terminal?")

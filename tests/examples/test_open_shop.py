@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,10 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.mark.slow
 def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_path: Path) -> None:
-    (tmp_path / "examples").mkdir()
-    for name in ("orders.py", "open_shop.py"):
-        text = (EXAMPLES / name).read_text().replace("PORT = 8710", "PORT = 0")
-        (tmp_path / "examples" / name).write_text(text)  # any port: the demo itself may be open
+    copy_shop(tmp_path, port=0)  # any: the demo itself may be open
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", "examples.open_shop"],
         cwd=tmp_path, env=os.environ | {"COLUMNS": "200"}, stdout=subprocess.PIPE, text=True,
@@ -48,6 +46,29 @@ def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_p
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_second_demo_says_so_and_leaves_the_first_ones_data_alone(tmp_path: Path) -> None:
+    (tmp_path / ".demo").mkdir()
+    (tmp_path / ".demo" / "orders").write_text("of the first")
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        copy_shop(tmp_path, port=first.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "examples.open_shop"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+    assert "open already" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / ".demo" / "orders").read_text() == "of the first"
+
+
+def copy_shop(directory: Path, *, port: int) -> None:
+    (directory / "examples").mkdir()
+    for name in ("orders.py", "open_shop.py"):
+        text = (EXAMPLES / name).read_text().replace("PORT = 8710", f"PORT = {port}")
+        (directory / "examples" / name).write_text(text)
 
 
 def qkit(directory: Path, *words: str) -> dict[str, int]:
