@@ -133,6 +133,15 @@ number = 1
 
 def make():
     return service
+
+def fail():
+    raise KeyError("no such till")
+
+def needs(till):
+    return service
+
+async def make_later():
+    return service
 """
 
 
@@ -192,6 +201,9 @@ def test_a_target_that_cannot_be_meant_is_explained(
         f"{shop}:number": "int, no QueueService",
         f"{shop}_broken:service": "JSONDecodeError",
         f"{shop}_lacking:service": "a_library_that_is_not_there",
+        f"{shop}:fail": "KeyError: 'no such till'",
+        f"{shop}:needs": "TypeError",
+        f"{shop}:make_later": "async function",
     }
     for target, said in cases.items():
         result = shell.run("asyncapi", target, code=2)

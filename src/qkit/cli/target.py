@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 import traceback
 from pathlib import Path
@@ -39,7 +40,16 @@ def load(target: str) -> QueueService:
             raise ConfigError(f"{path} has no {name!r}; {hint}")
         found = getattr(found, part)
     if not isinstance(found, QueueService) and callable(found):
-        found = found()
+        try:
+            found = found()
+        except Exception as error:
+            raise _failed(f"calling {target}", error) from error
+    if inspect.iscoroutine(found):
+        found.close()
+        raise ConfigError(
+            f"{target} is an async function; a service is made before there is a loop: write it "
+            "with def, and leave what must be awaited to the service's start"
+        )
     if not isinstance(found, QueueService):
         raise ConfigError(
             f"{target} is {type(found).__name__}, no QueueService; name one, or a function without "
@@ -56,17 +66,18 @@ def _module(path: str, target: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
-            raise _failed(path, error) from error  # something that the module imports
+            raise _failed(f"importing {path}", error) from error  # something that the module imports
         file = " (leave out .py, and write dots for slashes)" if path.endswith(".py") else ""
         raise ConfigError(
             f"{target!r}: no module {error.name!r} in {here} or among the installed{file}"
         ) from None
     except Exception as error:
-        raise _failed(path, error) from error
+        raise _failed(f"importing {path}", error) from error
 
 
-def _failed(path: str, error: Exception) -> ConfigError:
-    """The module's own mistake, with the place where it was made."""
+def _failed(what: str, error: Exception) -> ConfigError:
+    """The program's own mistake, with the place where it was made."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return ConfigError(f"importing {path} failed: {type(error).__name__}: {error}{place}")
+    theirs = frames and frames[-1].filename != __file__
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if theirs else ""
+    return ConfigError(f"{what} failed: {type(error).__name__}: {error}{place}")
