@@ -10,7 +10,7 @@ import pytest
 
 from qkit import ConfigError, QueueService
 from qkit.web import create_app
-from qkit.web.guard import SECURITY_HEADERS
+from qkit.web.guard import SECURITY_HEADERS, Guard
 from tests.support.web import AUTHORIZED, TOKEN, buried, client_of, make_shop
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "WHATEVER")
@@ -116,6 +116,44 @@ async def test_hosts_can_be_named_and_the_own_address_is_known(service: QueueSer
         assert (await client.get("/metrics")).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://[x", "http://[::1", "[", "//", "http://x]y"])
+async def test_an_origin_that_is_none_is_foreign_and_no_accident(
+    client: httpx.AsyncClient, origin: str
+) -> None:
+    for method in ("GET", "POST"):
+        answer = await client.request(
+            method, "/api/queues", headers={**AUTHORIZED, "Origin": origin}
+        )
+        assert answer.status_code == 403, answer.text
+        assert answer.headers["X-Frame-Options"] == "DENY"
+
+
+async def test_a_refusal_that_fails_is_answered_as_any_failure(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("canary")
+
+    monkeypatch.setattr(Guard, "_refusal", broken)
+    answer = await client.get("/api/queues")
+    assert answer.status_code == 500
+    assert answer.headers["X-Frame-Options"] == "DENY"
+    assert "canary" not in answer.text
+
+
+async def test_a_token_is_taken_without_the_blanks_around_it(service: QueueService) -> None:
+    async with client_of(service, token=f" {TOKEN}\n") as client:
+        answer = await client.post("/api/queues/orders/pause", headers=AUTHORIZED)
+        assert answer.status_code == 200, answer.text
+
+
+async def test_an_address_of_version_6_may_be_named(service: QueueService) -> None:
+    for host in ("2001:db8::7", "[2001:DB8::7]"):
+        async with client_of(service, hosts=(host,)) as client:
+            answer = await client.get("/api/queues", headers={"Host": "[2001:db8::7]:8710"})
+            assert answer.status_code == 200, answer.text
+
+
 async def test_every_answer_carries_the_headers_that_protect_it(client: httpx.AsyncClient) -> None:
     for path in (*ROUTES, "/static/../app.py"):
         if path == "/api/events":
@@ -167,5 +205,18 @@ def test_a_token_or_hosts_that_cannot_protect_are_refused() -> None:
         create_app(make_shop(), token="  ")
     with pytest.raises(ConfigError, match="list of names"):
         create_app(make_shop(), hosts="queues.example")
+    for token in ("schlüssel", "a\nb", "a\x00b"):
+        with pytest.raises(ConfigError, match="ASCII"):
+            create_app(make_shop(), token=token)
+    for host in (
+        "queues.example:8710",
+        "https://queues.example",
+        "queues.example/",
+        "",
+        "a b",
+        "[",
+    ):
+        with pytest.raises(ConfigError, match="without scheme"):
+            create_app(make_shop(), hosts=[host])
     with pytest.raises(ConfigError, match="QueueService"):
         create_app("orders")  # type: ignore[arg-type]  # the point

@@ -46,7 +46,8 @@ def create_app(
     >>> from qkit import QueueService, Settings
     >>> app = create_app(QueueService(Settings(type="native")), token="a long random word")
 
-    Raises ``ConfigError`` for an empty token.
+    Raises ``ConfigError`` for a token that is empty or no header can carry, and for ``hosts`` that
+    no request can have.
     """
     if not isinstance(service, QueueService):
         raise ConfigError(

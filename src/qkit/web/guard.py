@@ -41,10 +41,23 @@ Refusal = tuple[int, str, str]
 
 def check(token: str | None, hosts: Collection[str]) -> None:
     """Raise ``ConfigError`` for what would not protect, or let nobody in."""
-    if token is not None and not token.strip():
-        raise ConfigError("the token is empty: leave it out, and changes are refused")
+    if token is not None:
+        if not token.strip():
+            raise ConfigError("the token is empty: leave it out, and changes are refused")
+        if not (token.isascii() and token.strip().isprintable()):
+            raise ConfigError(
+                "the token has characters that no HTTP header carries: take letters, digits and "
+                "punctuation of ASCII"
+            )
     if isinstance(hosts, str):
         raise ConfigError(f"hosts is a list of names: write hosts=[{hosts!r}]")
+    for host in hosts:
+        plain = host.split() == [host] and _name(_bracketed(host)) == host.lower().strip("[]")
+        if host != "*" and not plain:
+            raise ConfigError(
+                f"hosts: {host!r} is no name that a request can have; write it without scheme, "
+                "port and path, such as queues.example, or '*' for all"
+            )
 
 
 class Guard:
@@ -56,8 +69,8 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: Collection[str]) -> None:
         self._app = app
-        self._token = None if token is None else token.encode()
-        self._hosts = {host.lower() for host in hosts}
+        self._token = None if token is None else token.strip().encode()
+        self._hosts = {host.lower().strip("[]") for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a refusal, or pass the request on."""
@@ -79,13 +92,10 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            status, name, text = refusal
-            await failure(status, name, text)(scope, receive, protected)
-            return
         try:
-            await self._app(scope, receive, protected)
+            refusal = self._refusal(scope)
+            app = self._app if refusal is None else failure(*refusal)
+            await app(scope, receive, protected)
         except Exception:
             # Here and not by the server or the application around: those may show a traceback.
             logger.exception("%s %s failed", scope["method"], scope["path"])
@@ -104,10 +114,11 @@ class Guard:
             return (
                 421,
                 "ForeignHost",
-                "this service is not known by that name; name it in create_app(hosts=[…])",
+                "this service is not known by that name; name it in create_app(hosts=[…]), or by "
+                "--allow-host",
             )
         origin = headers.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
+        foreign = origin is not None and _netloc(origin) != host.lower()
         if foreign or (headers.get("sec-fetch-site") == "cross-site" and not reading):
             return 403, "ForeignOrigin", "requests from other sites' pages are refused"
         return None if reading else self._unauthorised(headers)
@@ -141,6 +152,19 @@ class Guard:
         server = scope.get("server")
         # A page of another site can make its name mean our address, but not be called by it.
         return address.is_loopback or (server is not None and server[0] == str(address))
+
+
+def _netloc(origin: str) -> str | None:
+    """Host and port in an Origin header; ``None`` for what is none, and so nobody's."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
+
+
+def _bracketed(host: str) -> str:
+    """An address of version 6 as a Host header has it."""
+    return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
 
 def _name(host: str) -> str | None:
