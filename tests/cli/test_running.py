@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from qkit.cli.running import Pages
 from tests.support.cli import Shell
 
 WORKER = """
@@ -189,6 +190,14 @@ def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> Non
             assert running.end() == 0
 
 
+def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
+    pages = Pages(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
+    named = ["--allow-host", "a.example", "--allow-host", "b.example"]
+    assert pages.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
+    assert Pages(port=0, host="::1", token=None, hosts=[]).of_worker(2)[-1] == "0"
+    assert Pages(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
+
+
 def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--workers", "2") as running:
         assert running.process.wait(40) == 2
@@ -199,10 +208,13 @@ def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
 
 def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
     shell.run("send", "orders", "1")
-    with qkit(place, "web", "--port", "0", "--json") as running:
+    with qkit(place, "web", "--port", "0", "--json", "--allow-host", "shop.example") as running:
         address = json.loads(f"{{{running.until(lambda line: 'address' in line)}}}")["address"]
         rows = httpx.get(f"{address}api/queues").json()
         assert [(row["name"], row["depth"], row["state"]) for row in rows] == [
             ("orders", 1, "none")
         ]
+        for host, status in (("shop.example:80", 200), ("evil.example", 421)):
+            answer = httpx.get(f"{address}api/queues", headers={"Host": host})
+            assert answer.status_code == status
         assert running.end() == 0

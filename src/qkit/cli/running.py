@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -32,8 +33,34 @@ Token = Annotated[
     str | None,
     typer.Option(envvar="QKIT_TOKEN", help="What a change on the pages needs; none: no changes."),
 ]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="A name that the pages are reached by, beside loopback; * for all. May repeat.",
+    ),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines of JSON.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where a worker's pages are served, if they are, and to whom."""
+
+    port: int | None
+    host: str
+    token: str | None
+    hosts: list[str]
+
+    def of_worker(self, number: int) -> list[str]:
+        """The same as options of worker ``number``; the token goes by the environment."""
+        if self.port is None:
+            return []
+        port = self.port + number if self.port else 0
+        named = [word for name in self.hosts for word in ("--allow-host", name)]
+        return ["--host", self.host, "--port", str(port), *named]
 
 
 @command
@@ -42,6 +69,7 @@ def run(
     workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=256)] = 1,
     port: Port = None,
     host: Host = "127.0.0.1",
+    allow_host: Hosts = None,
     token: Token = None,
     log_json: LogJson = False,
     log_level: LogLevel = "info",
@@ -58,55 +86,42 @@ def run(
     """
     log_json = log_json or as_json
     frame.adopt(config)
+    set_up_logs(log_json, log_level)
+    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
     if workers > 1:
-        sys.exit(_supervise(target, workers, port, host, token, log_json, log_level))
-    set_up_logs(log_json, log_level)
-    service = load(target)
-    frame.run(_work(service, port, host, token, lifeline, as_json))
+        sys.exit(_supervise(target, workers, pages, log_json, log_level))
+    frame.run(_work(load(target), pages, lifeline, as_json))
 
 
-def _supervise(
-    target: str, workers: int, port: int | None, host: str, token: str | None, log_json: bool,
-    log_level: str,
-) -> int:  # fmt: skip
-    set_up_logs(log_json, log_level)
+def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_level: str) -> int:
     timeout = load(target).settings.shutdown.timeout  # and find out here whether it can work
     commands: list[list[str]] = []
     for number in range(workers):
         words = [sys.executable, "-m", "qkit.cli", "run", target, "--log-level", log_level]
         words += ["--log-json"] if log_json else []
-        if port is not None:
-            words += ["--host", host, "--port", str(port + number if port else 0)]
-        commands.append(words)
+        commands.append([*words, *pages.of_worker(number)])
     # By the environment: a command line is for everybody on the machine to read.
-    environment = os.environ | ({"QKIT_TOKEN": token} if token else {})
+    environment = os.environ | ({"QKIT_TOKEN": pages.token} if pages.token else {})
     return asyncio.run(Supervisor(commands, environment, patience=timeout + 10).run())
 
 
-async def _work(
-    service: QueueService,
-    port: int | None,
-    host: str,
-    token: str | None,
-    lifeline: int | None,
-    as_json: bool,
-) -> None:
-    async with _pages(service, port, host, token, as_json):
+async def _work(service: QueueService, pages: Pages, lifeline: int | None, as_json: bool) -> None:
+    async with _served(service, pages, as_json):
         if lifeline is not None:
             _hold(lifeline, service)
         await service.run()
 
 
 @asynccontextmanager
-async def _pages(
-    service: QueueService, port: int | None, host: str, token: str | None, as_json: bool
-) -> AsyncGenerator[None, None]:
-    if port is None:
+async def _served(service: QueueService, pages: Pages, as_json: bool) -> AsyncGenerator[None, None]:
+    if pages.port is None:
         yield
         return
     from qkit.web import serve
 
-    async with serve(service, host=host, port=port, token=token) as address:
+    async with serve(
+        service, host=pages.host, port=pages.port, token=pages.token, hosts=pages.hosts
+    ) as address:
         if as_json:
             print_json({"address": address})
         else:
@@ -130,15 +145,17 @@ def _hold(lifeline: int, service: QueueService) -> None:
 def web(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes any that is free.")] = 8710,
     host: Host = "127.0.0.1",
+    allow_host: Hosts = None,
     token: Token = None,
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
     """Serve the dashboard by itself, beside whatever works on the queues."""
+    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
 
     async def main() -> None:
         async with frame.service(config) as service:
-            async with _pages(service, port, host, token, as_json):
+            async with _served(service, pages, as_json):
                 await service.run()
 
     frame.run(main())

@@ -66,7 +66,9 @@ def _module(path: str, target: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not (path == error.name or path.startswith(f"{error.name}.")):
-            raise _failed(f"importing {path}", error) from error  # something that the module imports
+            raise _failed(
+                f"importing {path}", error
+            ) from error  # something that the module imports
         file = " (leave out .py, and write dots for slashes)" if path.endswith(".py") else ""
         raise ConfigError(
             f"{target!r}: no module {error.name!r} in {here} or among the installed{file}"
