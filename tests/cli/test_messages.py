@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from qkit import QueueService
+from qkit.errors import PartialSend, QueueFull
+from qkit.message import Sent
 from tests.support.cli import Shell
 
 
@@ -73,6 +76,28 @@ def test_what_cannot_be_sent_is_said(
     assert said in " ".join(result.stderr.split())
     error = shell.json("send", *words, stdin=stdin, code=code)["error"]
     assert set(error) == {"type", "message"}
+
+
+def test_a_line_that_cannot_be_sent_does_not_hide_what_was(shell: Shell) -> None:
+    lines = "1\n" * 600 + "nonsense\n"
+    result = shell.run("send", "orders", stdin=lines, code=2)
+    assert "line 601 is no JSON" in " ".join(result.stderr.split())
+    assert "500 messages had been sent before." in result.stderr
+    assert shell.json("queues")[0]["depth"] == 500
+    result = shell.run("send", "orders", stdin="1\nnonsense\n", code=2)
+    assert "0 messages had been sent before." in result.stderr
+    assert shell.json("queues")[0]["depth"] == 500
+
+
+def test_what_a_broker_accepted_of_a_group_is_counted(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def half(self: QueueService, queue: str, bodies: list[object], **options: object) -> None:
+        raise PartialSend("1 of 2", [Sent("0190"), QueueFull("full")])
+
+    monkeypatch.setattr(QueueService, "send_many", half)
+    result = shell.run("send", "orders", stdin="1\n2\n", code=1)
+    assert "1 message had been sent before." in result.stderr
 
 
 def test_peek_shows_and_takes_nothing(shell: Shell) -> None:

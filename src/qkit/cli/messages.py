@@ -21,8 +21,8 @@ from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
 from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
 from qkit.cli.terminal import ago, block, body_text, count, err, out, print_json, safe, tell
 from qkit.clock import SystemClock
-from qkit.errors import ConfigError, QueueError, QueueNotFound, Unsupported
-from qkit.message import Envelope, Message
+from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.message import Envelope, Message, Sent
 from qkit.opening import open_backend
 from qkit.outgoing import SendOptions
 from qkit.service import QueueService
@@ -113,14 +113,14 @@ async def _send(
     async with service(config, declares=await _is_new(queue, config)) as running:
         with bar:
             task = bar.add_task("sending", total=total)
-            for some in _groups(bodies):
-                try:
-                    ids += await _hand_over(running, queue, some, options, broadcast)
-                except QueueError:
-                    if ids:
-                        tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
-                    raise
-                bar.update(task, completed=len(ids))
+            try:
+                for some in _groups(bodies):
+                    await _hand_over(running, queue, some, options, broadcast, ids)
+                    bar.update(task, completed=len(ids))
+            except Exception:
+                if ids or total != 1:
+                    tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
+                raise
     return ids
 
 
@@ -134,13 +134,19 @@ async def _is_new(queue: str, config: Path | None) -> bool:
 
 
 async def _hand_over(
-    running: QueueService, queue: str, bodies: list[object], options: SendOptions, broadcast: bool
-) -> list[str]:
+    running: QueueService, queue: str, bodies: list[object], options: SendOptions, broadcast: bool,
+    ids: list[str],
+) -> None:  # fmt: skip
+    """Send them, and put down the id of each that was accepted, also if another was not."""
     if broadcast:
-        sent = [await running.publish(queue, body, **options) for body in bodies]
-    else:
-        sent = await running.send_many(queue, bodies, **options)
-    return [item.message_id for item in sent]
+        for body in bodies:
+            ids.append((await running.publish(queue, body, **options)).message_id)
+        return
+    try:
+        ids += [item.message_id for item in await running.send_many(queue, bodies, **options)]
+    except PartialSend as partial:
+        ids += [item.message_id for item in partial.results if isinstance(item, Sent)]
+        raise
 
 
 def _groups(bodies: Iterable[object]) -> Iterator[list[object]]:
