@@ -30,7 +30,7 @@ ORDER = [
     ["producer"],
     ["administration"],
     ["service"],
-    ["sync", "asyncapi"],
+    ["sync", "asyncapi", "lookup"],
     ["__init__"],
     ["web"],
     ["cli"],

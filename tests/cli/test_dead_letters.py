@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Collection
 
 import pytest
 
-from qkit import QueueService
+from qkit import QueueService, Settings
 from qkit.cli.dead_letters import seconds
 from qkit.dead_letters import DeadLetters
 from qkit.errors import ConfigError
@@ -31,7 +32,28 @@ def test_letters_are_counted_listed_and_filtered(shell: Shell, letters: list[str
     assert ids("--newer-than", "1h") == letters
     assert ids("-n", "1") == letters[:1]
     assert "ConnectionError: the gateway" in shell.run("dlq", "list", "orders").stdout
+    shell.run("send", "audit", "1")
     assert "no such dead letters" in shell.run("dlq", "list", "audit").stderr
+
+
+def test_a_mistyped_queue_or_reason_is_no_success(shell: Shell, letters: list[str]) -> None:
+    for action in ("list", "replay", "purge", "show"):
+        rest = {"show": ["0190"], "purge": ["--yes"]}.get(action, [])
+        result = shell.run("dlq", action, "ordres", *rest, code=1)
+        assert "no queue 'ordres'; did you mean 'orders'?" in result.stderr, action
+    for action in ("list", "replay", "purge"):
+        refused = shell.run("dlq", action, "orders", "--reason", "Nack", code=2)
+        assert "'ExplicitNack'" in refused.stderr
+    assert len(shell.json("dlq", "list", "orders", "--reason", "ExplicitNack")) == 2
+
+
+def test_letters_whose_queue_is_gone_are_found(shell: Shell, letters: list[str]) -> None:
+    async def delete() -> None:
+        async with QueueService(Settings(type="native", path=shell.path)) as service:
+            await service.delete("orders")
+
+    asyncio.run(delete())
+    assert len(shell.json("dlq", "list", "orders")) == 3
 
 
 def test_no_letters_anywhere_is_good_news(shell: Shell) -> None:

@@ -78,6 +78,13 @@ def test_what_cannot_be_sent_is_said(
     assert set(error) == {"type", "message"}
 
 
+def test_a_send_that_makes_a_queue_says_so(shell: Shell) -> None:
+    assert "this send made it." in shell.run("send", "orders", "1").stderr
+    assert shell.run("send", "orders", "1").stderr == ""
+    mistyped = " ".join(shell.run("send", "ordres", "1").stderr.split())
+    assert "Did you mean orders?" in mistyped
+
+
 def test_a_line_that_cannot_be_sent_does_not_hide_what_was(shell: Shell) -> None:
     lines = "1\n" * 600 + "nonsense\n"
     result = shell.run("send", "orders", stdin=lines, code=2)

@@ -310,12 +310,23 @@ async def test_a_body_that_would_be_ignored_is_refused(
     assert len(await service.dead_letters("orders").list()) == 1
 
 
+async def test_dead_letters_of_a_mistyped_queue_are_not_found_and_none_are_replayed(
+    client: httpx.AsyncClient, service: QueueService
+) -> None:
+    path = "/api/queues/ordres/dead-letters/replay"
+    answer = await client.post(path, json={}, headers=AUTHORIZED)
+    assert answer.status_code == 404
+    assert "did you mean 'orders'?" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [
         ("GET", "/api/queues/nowhere", 404, "QueueNotFound"),
         ("GET", "/api/queues/nowhere/messages", 404, "QueueNotFound"),
         ("POST", "/api/queues/nowhere/pause", 404, "QueueNotFound"),
+        ("GET", "/api/queues/nowhere/dead-letters", 404, "QueueNotFound"),
+        ("DELETE", "/api/queues/nowhere/dead-letters?all=true", 404, "QueueNotFound"),
         ("GET", "/api/queues/a%20b/messages", 422, "InvalidName"),
         ("GET", "/api/queues/orders/messages?limit=0", 422, "BadRequest"),
         ("GET", "/api/queues/orders/messages?limit=many", 422, "BadRequest"),

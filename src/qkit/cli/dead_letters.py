@@ -31,7 +31,8 @@ from qkit.cli.terminal import (
     tell,
 )
 from qkit.errors import ConfigError, MessageNotFound
-from qkit.message import DeadLetter
+from qkit.lookup import require_queue
+from qkit.message import DeadLetter, Reason
 from qkit.service import QueueService
 from qkit.views import DeadLetterView
 
@@ -44,7 +45,10 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0}
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel whose letters they are.")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="These; else all.")]
-OfReason = Annotated[str | None, typer.Option("--reason", "-r", help="Only with this reason.")]
+OfReason = Annotated[
+    Reason | None,
+    typer.Option("--reason", "-r", help="Only with this reason."),
+]
 OfError = Annotated[
     str | None, typer.Option("--error", "-e", help="Only with this error: its type, or some text.")
 ]
@@ -69,7 +73,11 @@ class Choice:
     limit: int | None
 
     async def of(self, running: QueueService, queue: str) -> list[DeadLetter]:
-        """Those letters, oldest first; ``MessageNotFound`` for an id that is not there."""
+        """Those letters, oldest first; ``MessageNotFound`` for an id that is not there.
+
+        Raises ``QueueNotFound`` for a queue that is not there either.
+        """
+        await require_queue(running, queue)
         letters = await running.dead_letters(queue).list(
             ALL, reason=self.reason, error=self.error, ids=self.ids or None
         )

@@ -22,6 +22,7 @@ from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
 from qkit.cli.terminal import ago, block, body_text, count, err, out, print_json, safe, tell
 from qkit.clock import SystemClock
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.lookup import close_to
 from qkit.message import Envelope, Message, Sent
 from qkit.opening import open_backend
 from qkit.outgoing import SendOptions
@@ -87,7 +88,9 @@ def send(
         bodies, total = [_parsed(file.read_text(), str(file))], 1
     else:
         bodies, total = _lines(lines)
-    ids = run(_send(queue, bodies, total, options, broadcast, config))
+    ids, remark = run(_send(queue, bodies, total, options, broadcast, config))
+    if remark:
+        tell(remark, "yellow")
     if as_json:
         print_json({"sent": len(ids), "message_ids": ids})
     elif len(ids) == 1:
@@ -103,14 +106,16 @@ async def _send(
     options: SendOptions,
     broadcast: bool,
     config: Path | None,
-) -> list[str]:
+) -> tuple[list[str], str]:
+    """The ids of what was sent, and what its sender should know of the queue."""
     ids: list[str] = []
+    declares, remark = await _is_new(queue, config)
     bar = Progress(
         TextColumn("sending"), BarColumn(), MofNCompleteColumn(),
         TaskProgressColumn(show_speed=True), console=err, transient=True,
         disable=total == 1 or not err.is_terminal,
     )  # fmt: skip
-    async with service(config, declares=await _is_new(queue, config)) as running:
+    async with service(config, declares=declares) as running:
         with bar:
             task = bar.add_task("sending", total=total)
             try:
@@ -121,16 +126,21 @@ async def _send(
                 if ids or total != 1:
                     tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
                 raise
-    return ids
+    return ids, remark
 
 
-async def _is_new(queue: str, config: Path | None) -> bool:
+async def _is_new(queue: str, config: Path | None) -> tuple[bool, str]:
+    """Whether a send has to declare it, and a remark if that makes a queue which nobody had."""
     async with service(config) as running:
         try:
             await running.stats(queue)
-        except (QueueNotFound, Unsupported):
-            return True
-        return False
+        except Unsupported:
+            return True, ""
+        except QueueNotFound:
+            near = await close_to(running, queue)
+            hint = f" Did you mean {near}?" if near else ""
+            return True, f"{queue} was not there before: this send made it.{hint}"
+        return False, ""
 
 
 async def _hand_over(

@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from qkit.dead_letters import ALL
+from qkit.dead_letters import ALL, DeadLetters
 from qkit.errors import QueueError, QueueNotFound
+from qkit.lookup import require_queue
 from qkit.message import Reason
 from qkit.outgoing import SendOptions
 from qkit.service import QueueService
@@ -233,22 +234,27 @@ class Api:
         consumers = self._service.health_check().consumers
         return answer(Steered(consumers=[item for item in consumers if item.channel == name]))
 
+    async def _letters(self, request: Request) -> DeadLetters:
+        """The dead letters of a queue that is there; of one that is not, none would be a lie."""
+        await require_queue(self._service, request.path_params["name"])
+        return self._service.dead_letters(request.path_params["name"])
+
     async def letters(self, request: Request) -> Response:
-        found = await self._service.dead_letters(request.path_params["name"]).list(
+        found = await (await self._letters(request)).list(
             _limit(request), reason=_reason(request), error=request.query_params.get("error")
         )
         return answer(DeadLetterList(dead_letters=[DeadLetterView.of(letter) for letter in found]))
 
     async def replay(self, request: Request) -> Response:
         wanted = await self._body(request, ReplayRequest)
-        count = await self._service.dead_letters(request.path_params["name"]).replay(
+        count = await (await self._letters(request)).replay(
             wanted.ids, reason=wanted.reason, error=wanted.error, limit=wanted.limit
         )
         self._sampler.forget()
         return answer(Replayed(replayed=count))
 
     async def purge(self, request: Request) -> Response:
-        letters = self._service.dead_letters(request.path_params["name"])
+        letters = await self._letters(request)
         ids = request.query_params.getlist("id") or None
         reason, error = _reason(request), request.query_params.get("error")
         _check_meant(request, chosen=bool(ids or reason or error))

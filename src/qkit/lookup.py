@@ -1,0 +1,41 @@
+"""Whether there is a queue of a name that somebody typed, for whoever works on it by hand."""
+
+from __future__ import annotations
+
+import difflib
+from contextlib import suppress
+
+from qkit.errors import QueueNotFound, Unsupported
+from qkit.service import QueueService
+
+__all__ = ["close_to", "require_queue"]
+
+
+async def require_queue(service: QueueService, name: str) -> None:
+    """Raise ``QueueNotFound``, with the name that may have been meant, unless it is there.
+
+    Dead letters can outlive their queue: they alone do as well. Where nobody can tell, it passes.
+    """
+    if any(channel.name == name for channel in service.channels):
+        return
+    with suppress(Unsupported):
+        for queue in (name, service.settings.dead_letter_name(name)):
+            try:
+                await service.stats(queue)
+            except QueueNotFound:
+                continue
+            return
+        near = await close_to(service, name)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise QueueNotFound(f"no queue {name!r}{hint}", operation="stats", queue=name)
+
+
+async def close_to(service: QueueService, name: str) -> str | None:
+    """The queue whose name is most like this one, if one is."""
+    try:
+        known = set(await service.queues())
+    except Unsupported:
+        known = set()
+    known |= {channel.name for channel in service.channels}
+    known -= {name} | {service.settings.dead_letter_name(other) for other in known}
+    return next(iter(difflib.get_close_matches(name, sorted(known), 1)), None)
