@@ -13,20 +13,31 @@ let overview = null, page = null, route = null, heardAt = Date.now();
 // -- pages ------------------------------------------------------------------------------------
 
 function open() {
+  if (page && location.hash && !location.hash.startsWith("#/")) return; // a place on this page
   const [, queues, name, tab] = location.hash.split("/");
   const wanted = queues === "queues" && name ? `${name}/${tab === "dead-letters" ? tab : "messages"}` : "";
   if (route === wanted && page) return;
   const first = route === null;
   route = wanted;
   page?.dispose?.();
-  page = wanted ? queuePage(decodeURIComponent(name), wanted.slice(name.length + 1)) : overviewPage();
+  page = wanted ? queuePage(decoded(name), wanted.slice(name.length + 1)) : overviewPage();
   document.title = page.title;
   main.replaceChildren(page.element);
   if (overview) page.update(overview, history);
   if (!first) { main.focus({ preventScroll: true }); scrollTo(0, 0); }
 }
 
+/** A name out of the address; one that was never encoded as it should be is taken as it is. */
+function decoded(name) {
+  try { return decodeURIComponent(name); } catch { return name; }
+}
+
 addEventListener("hashchange", open);
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address stays that of the page
+  main.focus();
+});
 
 // -- live figures -----------------------------------------------------------------------------
 
@@ -40,7 +51,7 @@ function listen() {
     overview = JSON.parse(event.data);
     heardAt = Date.now();
     remember(history, overview);
-    page.update(overview, history);
+    page?.update(overview, history);
     frame();
   });
   source.addEventListener("error", () => {
@@ -118,6 +129,6 @@ themeButton.addEventListener("click", () => {
 });
 
 showTheme();
+listen(); // first: figures come also to a page that cannot be opened
 open();
 frame();
-listen();

@@ -15,7 +15,7 @@ export function letterList(name) {
   const chosen = h("label", { for: "all", class: "chosen" }, "Select all");
   const replay = button("replay", "Replay all", () => run("replay"), { class: "primary" });
   const purge = button("trash", "Purge all…", () => run("purge"), { class: "danger quiet" });
-  const list = h("div", { class: "items" });
+  const list = h("div", { class: "items", tabindex: -1 });
   const bar = h("div", { class: "bar" }, h("span", { class: "choose" }, all, chosen), h("span", { class: "actions" }, replay, purge));
   const element = h(
     "section", { class: "panel", "aria-label": "Dead letters" },
@@ -53,14 +53,30 @@ export function letterList(name) {
       const answer = await get(path, { limit: LIMIT, ...filter() });
       if (turn !== asked) return;
       letters = answer.dead_letters;
+      const refocus = focused();
       list.replaceChildren(...(letters.length ? letters.map((letter) => letterItem(letter, kept, open)) : [emptyList()]));
+      refocus();
     } catch (problem) {
       if (turn !== asked) return;
       letters = [];
       list.replaceChildren(h("div", { class: "empty bad" }, h("h3", {}, "They cannot be read"), h("p", {}, problem.message)));
     }
+    if (letters.length === 0 && bar.contains(document.activeElement)) list.focus();
     bar.hidden = letters.length === 0;
     tell();
+  }
+
+  /** What gives the keyboard its place again: the same letter, or the one that came in its stead. */
+  function focused() {
+    const item = document.activeElement.closest?.(".item");
+    if (!item || !list.contains(item)) return () => {};
+    const { id } = item.querySelector("details").dataset;
+    const place = [...list.children].indexOf(item);
+    return () => {
+      const summaries = [...list.querySelectorAll("summary")];
+      const same = summaries.find((summary) => summary.parentNode.dataset.id === id);
+      (same ?? summaries[place] ?? summaries.at(-1) ?? list).focus();
+    };
   }
 
   function emptyList() {
