@@ -16,11 +16,12 @@ export function sparkline({ width = 120, height = 32, seconds = 120, kind = "acc
   );
   return {
     element,
-    draw(points, now, summary) {
+    /** `least` is a height that the scale has at least, for two lines that are compared. */
+    draw(points, now, summary, least = 0) {
       const frame = { left: 0, right: ends ? width - 3 : width, top: 3, bottom: ends ? height - 2 : height };
       const shown = points.filter(([at, value]) => at >= now - seconds && value !== null);
-      const peak = Math.max(0, ...shown.map(([, value]) => value));
-      const places = place(shown, frame, now, span(shown, now, 30, seconds), peak || 1);
+      const highest = Math.max(least, ...shown.map(([, value]) => value));
+      const places = place(shown, frame, now, span(shown, now, 30, seconds), highest || 1);
       line.setAttribute("d", path(places));
       area.setAttribute("d", closed(places, frame.bottom));
       dot.toggleAttribute("hidden", places.length === 0);
@@ -33,10 +34,15 @@ export function sparkline({ width = 120, height = 32, seconds = 120, kind = "acc
   };
 }
 
+/** The highest of several values that points have, for lines that share a scale. */
+export function peak(points, now, columns, seconds = 120) {
+  return Math.max(0, ...points.filter(([at]) => at >= now - seconds).flatMap((row) => columns.map((column) => row[column] ?? 0)));
+}
+
 /** A chart with a scale, several lines and the values under the pointer. */
 export function chart({ series, format = rate, title }) {
-  const width = 640, height = 170;
-  const frame = { left: 48, right: width - 10, top: 12, bottom: height - 24 };
+  const height = 170;
+  const frame = { left: 48, right: 630, top: 12, bottom: height - 24 };
   const grid = s("g", { class: "grid" });
   const lines = series.map(({ kind, filled }) => ({
     area: filled ? s("path", { class: `area ${kind}` }) : null,
@@ -44,7 +50,7 @@ export function chart({ series, format = rate, title }) {
   }));
   const cursor = s("line", { class: "cursor", y1: frame.top, y2: frame.bottom, hidden: true });
   const drawing = s(
-    "svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title },
+    "svg", { class: "chart", height, role: "img", "aria-label": title },
     grid, lines.map(({ area }) => area), lines.map(({ line }) => line), cursor,
   );
   const readings = series.map(({ name, kind }) => {
@@ -60,6 +66,19 @@ export function chart({ series, format = rate, title }) {
   );
   let rows = [], now = 0, seconds = SPANS[0], pointed = null;
 
+  function paint() {
+    const values = rows.flatMap((row) => row.slice(1)).filter((value) => value !== null);
+    const top = ceiling(Math.max(0, ...values));
+    grid.replaceChildren(...scale(frame, top, seconds, format));
+    lines.forEach(({ area, line }, index) => {
+      const own = rows.map((row) => [row[0], row[index + 1]]).filter(([, value]) => value !== null);
+      const places = place(own, frame, now, seconds, top);
+      line.setAttribute("d", path(places));
+      if (area) area.setAttribute("d", closed(places, frame.bottom));
+    });
+    read();
+  }
+
   function read() {
     const row = pointed === null ? rows.at(-1) : nearest(rows, pointed);
     readings.forEach(({ value }, index) => { value.textContent = row ? format(row[index + 1]) : "–"; });
@@ -74,10 +93,17 @@ export function chart({ series, format = rate, title }) {
 
   drawing.addEventListener("pointermove", (event) => {
     const box = drawing.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * width;
+    const x = event.clientX - box.left;
     pointed = now - seconds * (1 - (x - frame.left) / (frame.right - frame.left));
     read();
   });
+  // One unit is one pixel at every width, so that the words keep their size on a phone.
+  new ResizeObserver(([{ contentRect }]) => {
+    if (contentRect.width === 0 || frame.right === contentRect.width - 10) return;
+    frame.right = contentRect.width - 10;
+    if (now) paint();
+  }).observe(drawing);
+
   drawing.addEventListener("pointerleave", () => { pointed = null; read(); });
 
   return {
@@ -88,16 +114,7 @@ export function chart({ series, format = rate, title }) {
       now = at;
       seconds = SPANS.find((some) => some >= span(points, now, 0, SPANS.at(-1)) - 1);
       rows = points.filter(([time]) => time >= now - seconds);
-      const values = rows.flatMap((row) => row.slice(1)).filter((value) => value !== null);
-      const top = ceiling(Math.max(0, ...values));
-      grid.replaceChildren(...scale(frame, top, seconds, format));
-      lines.forEach(({ area, line }, index) => {
-        const own = rows.map((row) => [row[0], row[index + 1]]).filter(([, value]) => value !== null);
-        const places = place(own, frame, now, seconds, top);
-        line.setAttribute("d", path(places));
-        if (area) area.setAttribute("d", closed(places, frame.bottom));
-      });
-      read();
+      paint();
     },
   };
 }

@@ -1,6 +1,6 @@
 // The first page: the totals, how the service is, and every queue.
 
-import { sparkline } from "./charts.js";
+import { peak, sparkline } from "./charts.js";
 import { MOODS, ago, count, duration, h, note, pill, plural, rate, say } from "./elements.js";
 import { totals } from "./history.js";
 
@@ -116,8 +116,9 @@ function queueRow(name) {
       letters.classList.toggle("bad", queue.dead_letters > 0);
       letters.setAttribute("aria-label", `${count(queue.dead_letters)} dead letters of ${name}`);
       depth.draw(points.map((row) => [row[0], row[1]]), now, `Waiting: ${count(queue.depth)}`);
-      flow.draw(points.map((row) => [row[0], row[2]]), now, `In per second: ${rate(queue.in_rate)}`);
-      done.draw(points.map((row) => [row[0], row[3]]), now, `Done per second: ${rate(queue.out_rate)}`);
+      const top = peak(points, now, [2, 3]);
+      flow.draw(points.map((row) => [row[0], row[2]]), now, `In per second: ${rate(queue.in_rate)}`, top);
+      done.draw(points.map((row) => [row[0], row[3]]), now, `Done per second: ${rate(queue.out_rate)}`, top);
     },
   };
 }
