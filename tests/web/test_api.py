@@ -310,6 +310,12 @@ async def test_a_body_that_would_be_ignored_is_refused(
     assert len(await service.dead_letters("orders").list()) == 1
 
 
+async def test_a_token_can_be_tried(client: httpx.AsyncClient) -> None:
+    assert (await client.post("/api/token", headers=AUTHORIZED)).json() == {"valid": True}
+    wrong = {"Authorization": "Bearer wrong"}
+    assert (await client.post("/api/token", headers=wrong)).status_code == 401
+
+
 async def test_dead_letters_of_a_mistyped_queue_are_not_found_and_none_are_replayed(
     client: httpx.AsyncClient, service: QueueService
 ) -> None:

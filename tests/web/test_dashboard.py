@@ -215,8 +215,13 @@ async def test_a_message_is_sent_and_a_wrong_token_is_asked_for_again(
             await page.get_by_label("Body, as JSON").fill("7")
             await page.get_by_role("button", name="Send", exact=True).click()
             await unlock(page, "wrong")
-            await expect(page.locator(".toast.bad")).to_contain_text("not the right one")
+            dialog = page.get_by_role("dialog")
+            await expect(dialog.get_by_role("alert")).to_have_text(
+                "That token is not the right one."
+            )
+            await expect(page.get_by_label("Token")).to_be_focused()
             await unlock(page)
+            await expect(dialog).to_have_count(0)
             await expect(page.locator(".toast", has_text="Sent as")).to_be_visible()
             await page.get_by_label("Body, as JSON").fill('"no number"')
             await page.get_by_role("button", name="Send", exact=True).click()
@@ -228,6 +233,23 @@ async def test_a_message_is_sent_and_a_wrong_token_is_asked_for_again(
         ]
         assert unexpected == []
     assert orders.handled == [7]
+
+
+async def test_the_button_unlocks_only_with_the_right_token(service: QueueService) -> None:
+    async with serve(service, port=0, token=TOKEN) as address, open_page(address) as watched:
+        page = watched.page
+        await page.get_by_role("button", name="Unlock").click()
+        await unlock(page, "wrong")
+        alert = page.get_by_role("dialog").get_by_role("alert")
+        await expect(alert).to_contain_text("not the right one")
+        assert await page.evaluate("sessionStorage.length") == 0
+        await unlock(page, f" {TOKEN} ")
+        await expect(page.get_by_role("button", name="Lock", exact=True)).to_be_visible()
+        # One that was right once: the service was started with another.
+        await page.evaluate("sessionStorage.setItem(sessionStorage.key(0), 'old')")
+        await page.goto(f"{address}#/queues/orders")
+        await page.get_by_role("button", name="Pause").click()
+        await expect(alert).to_have_text("The token that was right is no more.")
 
 
 async def test_without_a_token_the_page_says_that_it_only_looks(service: QueueService) -> None:
@@ -303,6 +325,94 @@ async def test_it_is_used_by_keyboard_alone(service: QueueService) -> None:
         await page.keyboard.type(TOKEN)
         await page.keyboard.press("Enter")
         await expect(page.locator(".toast")).to_contain_text("sent to orders again")
+
+
+async def test_the_skip_link_leads_to_the_content_and_nowhere_else(service: QueueService) -> None:
+    async with shown(service, "#/queues/orders") as watched:
+        page = watched.page
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
+        await page.keyboard.press("Tab")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("main")).to_be_focused()
+        await page.evaluate("location.hash = '#main'")  # as from a bookmark
+        await page.wait_for_timeout(100)
+        await expect(page.get_by_role("heading", level=1)).to_contain_text("orders")
+
+
+async def test_an_address_that_cannot_be_read_is_a_queue_that_is_not_there(
+    service: QueueService,
+) -> None:
+    async with shown(service, "#/queues/%zz") as watched:
+        page = watched.page
+        await expect(page.locator(".empty").first).to_contain_text("No such queue")
+        await expect(page.locator("#service-state")).to_contain_text("ready")
+        await page.get_by_role("link", name="All queues").first.click()
+        await expect(page.get_by_role("row", name="orders")).to_be_visible()
+
+
+async def test_the_keyboard_keeps_its_place_after_a_replay_and_a_purge(
+    service: QueueService, orders: Orders
+) -> None:
+    for number in (-1, -2, -3):
+        await service.send("orders", number)
+        await buried(service, "orders", -number)
+    async with shown(service, "#/queues/orders/dead-letters") as watched:
+        page = watched.page
+        summaries = page.locator(".item summary")
+        await expect(summaries).to_have_count(3)
+        orders.mended = True
+        await summaries.nth(1).click()
+        await page.get_by_role("button", name="Replay this one").press("Enter")
+        await unlock(page)
+        await expect(summaries).to_have_count(2)
+        await expect(summaries.nth(1)).to_be_focused()  # the one that took its place
+        await expect(summaries.nth(1)).to_contain_text("total -3")
+        await page.keyboard.press("Enter")
+        await page.get_by_role("button", name="Purge this one…").press("Enter")
+        await page.get_by_role("dialog").get_by_role("button", name="Purge").press("Enter")
+        await expect(summaries).to_have_count(1)
+        await expect(summaries.first).to_be_focused()
+        await page.get_by_role("button", name="Replay all").press("Enter")
+        await expect(page.locator(".empty", has_text="No dead letters")).to_be_visible()
+        await expect(page.locator(".items")).to_be_focused()
+
+
+async def test_the_words_of_a_chart_can_be_read_on_a_phone_and_two_lines_share_a_scale(
+    service: QueueService,
+) -> None:
+    for _ in range(9):
+        await service.send("archive", 1)  # comes in, and is never done
+    async with shown(service, "#/queues/archive", width=360, height=740) as watched:
+        page = watched.page
+        word = page.locator(".chart .grid text").first
+        await expect(word).to_be_visible()
+        drawing = page.locator(".chart").first
+        assert await drawing.evaluate("item => item.getScreenCTM().a") == 1  # 13 px are 13 px
+        box, chart = await word.bounding_box(), await drawing.bounding_box()
+        assert box is not None
+        assert chart is not None
+        assert box["height"] >= 12
+        now = await page.locator(".chart .grid text", has_text="now").first.bounding_box()
+        assert now is not None
+        assert now["x"] + now["width"] <= chart["x"] + chart["width"]
+    points = "[[98, 0, 10, 2], [99, 0, 10, 2], [100, 0, 10, 2]]"
+    async with shown(service) as watched:
+        await expect(watched.page.get_by_role("row", name="archive")).to_be_visible()
+        heights = await watched.page.evaluate(
+            """async (points) => {
+                const { peak, sparkline } = await import("./static/charts.js");
+                return [2, 3].map((column) => {
+                    const line = sparkline();
+                    const own = points.map((row) => [row[0], row[column]]);
+                    line.draw(own, 100, "", peak(points, 100, [2, 3]));
+                    return Number(line.element.querySelector("circle").getAttribute("cy"));
+                });
+            }""",
+            json.loads(points),
+        )
+    tall, low = heights
+    assert tall == 3  # the peak, at the top
+    assert low == pytest.approx(3 + 0.8 * 27)  # a fifth of it
 
 
 async def test_json_is_laid_out_and_its_numbers_stay_as_they_are(service: QueueService) -> None:

@@ -31,6 +31,7 @@ from qkit.web.shapes import (
     Replayed,
     SentView,
     Steered,
+    TokenCheck,
 )
 
 __all__ = [
@@ -139,6 +140,10 @@ class Api:
                 summary="How the service and every queue stand.",
             ),
             Endpoint(
+                method="POST", path="/api/token", handle=self.token, returns=TokenCheck,
+                summary="Whether the token is the right one: 401 if it is not.",
+            ),
+            Endpoint(
                 method="GET", path="/api/queues", handle=self.queues, returns=list[QueueView],
                 summary="Every queue with its figures.",
             ),
@@ -178,6 +183,9 @@ class Api:
 
     async def overview(self, request: Request) -> Response:
         return answer(await self._sampler.look())
+
+    async def token(self, request: Request) -> Response:
+        return answer(TokenCheck(valid=True))  # a wrong one did not come so far
 
     async def queues(self, request: Request) -> Response:
         return answer((await self._sampler.look()).queues, shape=list[QueueView])

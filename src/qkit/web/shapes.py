@@ -20,6 +20,7 @@ __all__ = [
     "Replayed",
     "SentView",
     "Steered",
+    "TokenCheck",
     "Totals",
 ]
 
@@ -126,6 +127,13 @@ class Steered:
     """The consumers of a channel after it was paused or resumed."""
 
     consumers: list[ConsumerHealth]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCheck:
+    """The token that came with the request is the right one."""
+
+    valid: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 // Asking the service, and the token that a change needs. It stays in this tab.
 
-import { button, h, toast } from "./elements.js";
+import { button, h, note } from "./elements.js";
 
 const base = new URL(".", document.baseURI);
 const KEY = "qkit-token";
@@ -22,17 +22,21 @@ export async function get(path, parameters = {}) {
 
 /** A change: asks for the token if there is none yet, or another if it is refused. Text is sent as it is. */
 export async function change(method, path, body) {
+  let complaint = "";
   for (;;) {
-    const token = sessionStorage.getItem(KEY) ?? (await askForToken());
+    const token = sessionStorage.getItem(KEY) ?? (await askForToken(complaint));
     if (token === null) return null;
-    const headers = { Authorization: `Bearer ${token}` };
-    if (body !== undefined) headers["Content-Type"] = "application/json";
-    const answer = await reach(new URL(path, base), { method, headers, body: body === undefined || typeof body === "string" ? body : JSON.stringify(body) });
+    const answer = await reachWith(token, method, path, body);
     if (answer.status !== 401) return read(answer);
-    sessionStorage.removeItem(KEY);
-    tellToken();
-    toast("That token is not the right one.", "bad");
+    forgetToken();
+    complaint = "The token that was right is no more.";
   }
+}
+
+function reachWith(token, method, path, body) {
+  const headers = { Authorization: `Bearer ${token}` };
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  return reach(new URL(path, base), { method, headers, body: body === undefined || typeof body === "string" ? body : JSON.stringify(body) });
 }
 
 async function reach(url, options) {
@@ -59,31 +63,48 @@ export function forgetToken() {
   tellToken();
 }
 
-export function askForToken() {
+/** The right token, which the service was asked about, or null. */
+export function askForToken(complaint = "") {
   return new Promise((resolve) => {
-    const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, spellcheck: "false" });
+    const field = h("input", { type: "password", id: "token", autocomplete: "off", required: true, spellcheck: "false", "aria-describedby": "token-wrong" });
+    const wrong = h("p", { class: "complaint", id: "token-wrong", role: "alert" });
+    const unlock = h("button", { type: "submit", class: "primary" }, "Unlock");
     const form = h(
-      "form", { method: "dialog" },
+      "form", {},
       h("h2", {}, "Unlock changes"),
       h("p", {}, "Looking is free. To pause, send, replay or purge, enter the token that the service was started with."),
-      h("label", { for: "token" }, "Token"), field,
+      h("label", { for: "token" }, "Token"), field, wrong,
       h("p", { class: "hint" }, "It is kept in this tab only."),
       h("div", { class: "actions" },
-        h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"),
-        h("button", { type: "submit", class: "primary" }, "Unlock")),
+        h("button", { type: "button", onclick: () => dialog.close() }, "Cancel"), unlock),
     );
     const dialog = h("dialog", { "aria-label": "Unlock changes" }, form);
     let given = null;
-    form.addEventListener("submit", () => { given = field.value; });
+    form.addEventListener("submit", async (event) => {
+      event.preventDefault();
+      unlock.disabled = true;
+      note(wrong, "");
+      try {
+        const answer = await reachWith(field.value.trim(), "POST", "api/token");
+        if (answer.status === 401) throw new Error("That token is not the right one.");
+        await read(answer);
+        given = field.value.trim();
+        dialog.close();
+      } catch (error) {
+        note(wrong, error.message);
+        field.select();
+      } finally { unlock.disabled = false; }
+    });
     dialog.addEventListener("close", () => {
       dialog.remove();
       if (given) sessionStorage.setItem(KEY, given);
       tellToken();
-      resolve(given || null);
+      resolve(given);
     });
     document.body.append(dialog);
     dialog.showModal();
     field.focus();
+    note(wrong, complaint);
   });
 }
 
