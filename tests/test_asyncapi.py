@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -80,13 +81,21 @@ async def raw(tick: bytes) -> None: ...
 async def together(entries: list[Entry]) -> None: ...
 
 
+class Color(Enum):
+    RED = "red"
+
+
+@consume("paint")
+async def paint(body: Tick, color: Annotated[Color, Header("color")] = Color.RED) -> None: ...
+
+
 @consume("anything")
 async def anything(message: Message) -> None: ...
 
 
 def made(settings: Settings | None = None) -> dict[str, Any]:
     service = QueueService(settings or Settings(type="native", prefix="shop."))
-    for handler in (Orders(), mail, raw, together, anything):
+    for handler in (Orders(), mail, raw, together, paint, anything):
         service.register(handler)
     service.declare(Channel("archive", other_order()))
     service.declare(Channel("plain.name-1_x"))
@@ -122,7 +131,7 @@ def references(value: object) -> Iterator[str]:
 def test_every_reference_leads_somewhere() -> None:
     whole = made()
     found = list(references(whole))
-    assert found
+    assert "#/components/schemas/Color" in found  # also that of a header
     for reference in found:
         place: Any = whole
         for part in reference.removeprefix("#/").split("/"):
@@ -134,7 +143,7 @@ def test_it_tells_what_the_registry_knows() -> None:
     assert whole["info"] == {"title": "Shop", "version": "1.2.3"}
     assert whole["channels"]["orders"]["address"] == "shop.orders"
     assert set(whole["channels"]) == {
-        "orders", "prices", "batches", "anything", "archive", "plain.name-1_x",
+        "orders", "prices", "batches", "paint", "anything", "archive", "plain.name-1_x",
     }  # fmt: skip
     operation = whole["operations"]["receive.orders.Orders.place"]
     assert (operation["action"], operation["summary"]) == ("receive", "Book one order.")

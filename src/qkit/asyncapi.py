@@ -62,7 +62,13 @@ class _Writer:
         self.messages: Json = {}
         # All at once: only so can pydantic keep two models of one name apart.
         bodies = [kind for channel in service.channels for kind in self._bodies(channel)]
-        self._payloads, self.schemas = _schemas(bodies)
+        headers = [
+            param.type
+            for handler in service.handlers
+            for param in handler.params
+            if param.kind == "header"
+        ]
+        self._payloads, self.schemas = _schemas([*bodies, *headers])
 
     def add(self, channel: Channel[object]) -> None:
         """One channel with its messages and operations."""
@@ -113,7 +119,7 @@ class _Writer:
             message["contentType"] = "application/json"
             message["title"] = str(getattr(kind, "__name__", kind))
         headers = {
-            param.header: _schema_of(param.type)
+            param.header: self._payloads[_key(param.type)]
             for handler in handlers
             for param in handler.params
             if param.kind == "header" and param.header is not None
@@ -177,8 +183,3 @@ def _describable(kind: object) -> bool:
     except PydanticUserError:
         return False
     return True
-
-
-def _schema_of(kind: object) -> Json:
-    payloads, _ = _schemas([kind])
-    return payloads[_key(kind)]

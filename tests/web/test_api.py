@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from qkit import BackendUnavailable, Channel, QueueService, consume
 from qkit.backend import QueueStats
 from qkit.message import Envelope, new_id
+from qkit.web import create_app
 from qkit.web.sampling import Sampler
 from qkit.web.shapes import QueueView
 from tests.support.web import AUTHORIZED, Orders, buried, client_of, eventually, make_shop
@@ -477,6 +480,7 @@ async def test_the_document_describes_every_operation(client: httpx.AsyncClient)
     assert set(document["paths"]["/api/queues/{name}/dead-letters"]) == {"get", "delete"}
     operations = [item for path in document["paths"].values() for item in path.items()]
     assert all(("security" in item) is (method != "get") for method, item in operations)
+    assert document["servers"] == [{"url": "/"}]
     deleting = document["paths"]["/api/queues/{name}/dead-letters"]["delete"]["parameters"]
     assert {item["name"] for item in deleting} == {
         *("name", "id", "reason", "error", "failed_before", "all"),
@@ -484,6 +488,25 @@ async def test_the_document_describes_every_operation(client: httpx.AsyncClient)
     text = json.dumps(document)
     for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
         assert name in document["components"]["schemas"], name
+
+
+async def test_the_document_tells_where_it_is_mounted_and_what_a_parameter_is(
+    service: QueueService,
+) -> None:
+    outer = Starlette(routes=[Mount("/queues", create_app(service))])
+    transport = httpx.ASGITransport(app=outer)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        document = (await client.get("/queues/openapi.json")).json()
+        assert document["servers"] == [{"url": "/queues"}]
+        path = document["servers"][0]["url"] + "/api/queues"
+        assert (await client.get(path)).status_code == 200
+    letters = document["paths"]["/api/queues/{name}/dead-letters"]
+    kinds = {
+        item["name"]: item["schema"] for method in letters.values() for item in method["parameters"]
+    }
+    assert (kinds["limit"]["type"], kinds["limit"]["maximum"]) == ("integer", 1_000)
+    assert kinds["id"] == {"type": "array", "items": {"type": "string"}}
+    assert "ExplicitNack" in kinds["reason"]["enum"]
 
 
 async def test_the_asyncapi_document_is_served(client: httpx.AsyncClient) -> None:

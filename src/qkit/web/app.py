@@ -75,7 +75,7 @@ def create_app(
         return streams.response()
 
     async def openapi(request: Request) -> Response:
-        return _json(openapi_document(endpoints))
+        return _json(openapi_document(endpoints, mounted_at=request.scope.get("root_path", "")))
 
     async def asyncapi(request: Request) -> Response:
         return _json(asyncapi_document(service))

@@ -19,8 +19,8 @@ REFERENCE = "#/components/schemas/{model}"
 Json = dict[str, Any]
 
 
-def document(endpoints: Sequence[Endpoint]) -> Json:
-    """The OpenAPI 3.1 document of these operations."""
+def document(endpoints: Sequence[Endpoint], *, mounted_at: str = "") -> Json:
+    """The OpenAPI 3.1 document of these operations, whose paths begin where the app is mounted."""
     schemas: Json = {}
     paths: dict[str, Json] = {}
     for endpoint in endpoints:
@@ -32,6 +32,7 @@ def document(endpoints: Sequence[Endpoint]) -> Json:
             "version": _version(),
             "description": "Queues, messages and dead letters of one service.",
         },
+        "servers": [{"url": mounted_at or "/"}],
         "paths": paths,
         "components": {
             "schemas": schemas,
