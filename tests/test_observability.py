@@ -18,11 +18,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from qkit import Message, QueueService, Reject, Settings, consume
-from tests.support.everywhere import BACKENDS
+from tests.support.everywhere import BACKENDS, NAMES
 from tests.support.web import buried, eventually
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=NAMES)
 def opened(request: pytest.FixtureRequest) -> tuple[str, Settings]:
     system, settings = BACKENDS[request.param]
     return system, settings(request.getfixturevalue)

@@ -19,7 +19,9 @@ def environment(kind: str, url: str) -> dict[str, str]:
     return {"QKIT_TYPE": kind, "QKIT_URL": url, **mode}
 
 
-@pytest.fixture(params=["redis", "rabbitmq", "kafka"])
+@pytest.fixture(
+    params=[pytest.param(kind, marks=pytest.mark.broker) for kind in ("redis", "rabbitmq", "kafka")]
+)
 def broker(request: pytest.FixtureRequest) -> dict[str, str]:
     return environment(request.param, request.getfixturevalue(f"{request.param}_url"))
 

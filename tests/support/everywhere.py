@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from qkit import Settings
 
-__all__ = ["BACKENDS", "Ask"]
+__all__ = ["BACKENDS", "NAMES", "Ask"]
 
 Ask = Callable[[str], Any]
 RETRY = {"initial_delay": 0.05, "jitter": 0}
@@ -37,3 +39,9 @@ BACKENDS: dict[str, tuple[str, Callable[[Ask], Settings]]] = {
         lambda ask: Settings(type="kafka", url=ask("kafka_url"), retry=RETRY),
     ),
 }
+
+# For ``params=``: no hook sees a fixture that is named only when the test runs.
+NAMES = [
+    name if system == "qkit" else pytest.param(name, marks=pytest.mark.broker)
+    for name, (system, _) in BACKENDS.items()
+]

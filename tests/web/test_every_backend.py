@@ -7,11 +7,11 @@ import uuid
 import pytest
 
 from qkit import QueueService, Reject, Settings, consume
-from tests.support.everywhere import BACKENDS
+from tests.support.everywhere import BACKENDS, NAMES
 from tests.support.web import AUTHORIZED, buried, client_of, eventually
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=NAMES)
 def settings(request: pytest.FixtureRequest) -> Settings:
     return BACKENDS[request.param][1](request.getfixturevalue)
 
