@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qkit.cli.running import Pages
+from qkit.cli.running import Pages, set_up_logs
 from tests.support.cli import Shell
 
 WORKER = """
@@ -98,14 +99,16 @@ def place(tmp_path: Path, shell: Shell) -> Path:
 def test_a_worker_runs_serves_its_pages_and_drains(place: Path, shell: Shell) -> None:
     words = ("run", "shop:service", "--log-json", "--port", "0")
     with qkit(place, *words, QKIT_TOKEN="a-long-token") as running:
-        address = running.until(lambda line: line.startswith("Pages: ")).removeprefix("Pages: ")
+        served = json.loads(running.until(lambda line: "serving on http" in line))
+        address = served["message"].removeprefix("serving on ")
         running.until(lambda line: '"connecting -> connected"' in line or "-> connected" in line)
         assert httpx.get(f"{address}readyz").status_code == 200
         shell.run("send", "orders", "1")
         running.until(lambda line: line == "begin 1")
         assert running.end() == 0
         assert "end 1" in running.lines()
-        logged = [json.loads(line) for line in running.lines() if line.startswith("{")]
+        said = ("loaded", "begin", "end")  # by the program itself; all else is JSON
+        logged = [json.loads(line) for line in running.lines() if not line.startswith(said)]
         assert any(record["message"].startswith("shut down") for record in logged)
         assert {"timestamp", "level", "message"} <= set(logged[0])
 
@@ -190,6 +193,36 @@ def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> Non
             assert running.end() == 0
 
 
+def test_a_failure_is_a_line_of_the_log_too(place: Path) -> None:
+    with qkit(place, "run", "shop:servise", "--log-json") as running:
+        assert running.process.wait(40) == 2
+        (line,) = [line for line in running.lines() if not line.startswith("loaded")]
+        assert "did you mean shop:service?" in json.loads(line)["message"]
+
+
+def test_what_an_error_holds_steers_no_terminal(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        set_up_logs(False, "info")
+        words = "\x1b[2J\x1b]0;owned\x07"
+        try:
+            raise ValueError(words)
+        except ValueError:
+            logging.getLogger("shop").exception("failed: %s", words)
+        written = capsys.readouterr().err
+    finally:
+        for handler in root.handlers[:]:
+            root.removeHandler(handler)
+        for handler in before[0]:
+            root.addHandler(handler)
+        root.setLevel(before[1])
+    assert "\x1b" not in written
+    assert written.count("\\x1b[2J") == 2  # in the line, and in the traceback below it
+
+
 def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
     pages = Pages(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
     named = ["--allow-host", "a.example", "--allow-host", "b.example"]
@@ -202,6 +235,10 @@ def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--workers", "2") as running:
         assert running.process.wait(40) == 2
         assert any("did you mean shop:service?" in line for line in running.lines())
+    with qkit(place, "run", "shop:service", "--workers", "2", "--port", "65535") as running:
+        assert running.process.wait(40) == 2
+        assert any("beyond 65535" in line for line in running.lines())
+        assert not any("is process" in line for line in running.lines())
     with qkit(place, "run", "shop:service", "--log-level", "loud") as running:
         assert running.process.wait(40) == 2
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Literal, ParamSpec, TypeVar
 
 import typer
 from rich.text import Text
@@ -18,6 +18,7 @@ from rich.text import Text
 from qkit.cli.terminal import err, print_json, safe
 from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
+from qkit.logs import logger
 from qkit.service import QueueService
 
 __all__ = [
@@ -34,6 +35,9 @@ __all__ = [
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Form = Literal["words", "json", "log"]
+"""How a command says that it failed."""
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 LOGGERS = ("qkit", "aiormq", "aio_pika", "aiokafka", "redis")
@@ -54,24 +58,30 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def told(*arguments: P.args, **options: P.kwargs) -> None:
-        as_json = bool(options.get("as_json"))
+        form: Form = "words"
+        if options.get("as_json"):
+            form = "json"
+        elif options.get("log_json"):
+            form = "log"
         try:
             function(*arguments, **options)
         except ConfigError as error:
-            raise _fail(error, MISUSED, as_json) from None
+            raise _fail(error, MISUSED, form) from None
         except (QueueError, ValueError, OSError) as error:
-            raise _fail(error, FAILED, as_json) from None
+            raise _fail(error, FAILED, form) from None
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise typer.Exit(INTERRUPTED) from None
 
     return told
 
 
-def _fail(error: Exception, code: int, as_json: bool) -> typer.Exit:
+def _fail(error: Exception, code: int, form: Form) -> typer.Exit:
     if isinstance(error, BrokenPipeError):  # `qkit peek … | head`: the reader had enough
         sys.stderr.close()
         return typer.Exit(0)
-    if as_json:
+    if form == "log":
+        logger.error("%s", str(error) or type(error).__name__)
+    elif form == "json":
         print_json({"error": {"type": type(error).__name__, "message": str(error)}})
     else:
         text = safe(str(error) or type(error).__name__)

@@ -18,15 +18,17 @@ from qkit.cli import frame
 from qkit.cli.frame import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
 from qkit.cli.target import load
-from qkit.cli.terminal import err, print_json, tell
+from qkit.cli.terminal import err, print_json, safe, tell
 from qkit.errors import ConfigError
 from qkit.logs import JsonFormatter
 from qkit.service import QueueService
 
 __all__ = ["run", "web"]
 
+LAST_PORT = 65_535
+
 Port = Annotated[
-    int | None, typer.Option(min=0, max=65_535, help="Serve probes, metrics and dashboard here.")
+    int | None, typer.Option(min=0, max=LAST_PORT, help="Serve probes, metrics and dashboard here.")
 ]
 Host = Annotated[str, typer.Option(help="The address to bind; loopback unless you say so.")]
 Token = Annotated[
@@ -85,15 +87,20 @@ def run(
     [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]
     """
     log_json = log_json or as_json
-    frame.adopt(config)
     set_up_logs(log_json, log_level)
+    frame.adopt(config)
     pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
     if workers > 1:
         sys.exit(_supervise(target, workers, pages, log_json, log_level))
-    frame.run(_work(load(target), pages, lifeline, as_json))
+    frame.run(_work(load(target), pages, lifeline, log_json=log_json, as_json=as_json))
 
 
 def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_level: str) -> int:
+    if pages.port is not None and pages.port + workers - 1 > LAST_PORT:
+        raise ConfigError(
+            f"--port {pages.port} with {workers} workers goes beyond {LAST_PORT}, the last port: "
+            "each worker has its own"
+        )
     timeout = load(target).settings.shutdown.timeout  # and find out here whether it can work
     commands: list[list[str]] = []
     for number in range(workers):
@@ -105,15 +112,19 @@ def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_leve
     return asyncio.run(Supervisor(commands, environment, patience=timeout + 10).run())
 
 
-async def _work(service: QueueService, pages: Pages, lifeline: int | None, as_json: bool) -> None:
-    async with _served(service, pages, as_json):
+async def _work(
+    service: QueueService, pages: Pages, lifeline: int | None, *, log_json: bool, as_json: bool
+) -> None:
+    async with _served(service, pages, log_json=log_json, as_json=as_json):
         if lifeline is not None:
             _hold(lifeline, service)
         await service.run()
 
 
 @asynccontextmanager
-async def _served(service: QueueService, pages: Pages, as_json: bool) -> AsyncGenerator[None, None]:
+async def _served(
+    service: QueueService, pages: Pages, *, as_json: bool, log_json: bool = False
+) -> AsyncGenerator[None, None]:
     if pages.port is None:
         yield
         return
@@ -124,7 +135,7 @@ async def _served(service: QueueService, pages: Pages, as_json: bool) -> AsyncGe
     ) as address:
         if as_json:
             print_json({"address": address})
-        else:
+        elif not log_json:  # there the log tells it, and every line is JSON
             tell(f"Pages: {address}")
         yield
 
@@ -143,7 +154,9 @@ def _hold(lifeline: int, service: QueueService) -> None:
 
 @command
 def web(
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 takes any that is free.")] = 8710,
+    port: Annotated[
+        int, typer.Option(min=0, max=LAST_PORT, help="0 takes any that is free.")
+    ] = 8710,
     host: Host = "127.0.0.1",
     allow_host: Hosts = None,
     token: Token = None,
@@ -155,10 +168,18 @@ def web(
 
     async def main() -> None:
         async with frame.service(config) as service:
-            async with _served(service, pages, as_json):
+            async with _served(service, pages, as_json=as_json):
                 await service.run()
 
     frame.run(main())
+
+
+class SafeFormatter(logging.Formatter):
+    """Lines for people. What an error says may be a message's words; they steer no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text, its control characters made visible."""
+        return safe(super().format(record))
 
 
 def set_up_logs(log_json: bool, level: str) -> None:
@@ -171,8 +192,9 @@ def set_up_logs(log_json: bool, level: str) -> None:
         handler.setFormatter(JsonFormatter())
     elif err.is_terminal:
         handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, markup=False)
-        handler.setFormatter(logging.Formatter("%(message)s", datefmt="[%X]"))
+        handler.setFormatter(SafeFormatter("%(message)s", datefmt="[%X]"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logging.basicConfig(level=number, handlers=[handler], force=True)
+    logging.captureWarnings(log_json)
