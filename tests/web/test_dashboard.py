@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import AsyncIterator
@@ -196,6 +197,7 @@ async def test_a_queue_is_paused_and_resumed(service: QueueService) -> None:
         await page.get_by_role("button", name="Pause").click()
         await unlock(page)
         await expect(page.get_by_role("heading", level=1)).to_contain_text("paused")
+        await expect(page.locator(".toast")).to_contain_text("Other processes go on.")
         assert [item.state for item in service.health_check().consumers] == ["paused"]
         await service.send("orders", 41)
         await expect(page.locator(".item pre, .item .preview").first).to_have_text("41")
@@ -392,9 +394,14 @@ async def test_the_words_of_a_chart_can_be_read_on_a_phone_and_two_lines_share_a
         assert box is not None
         assert chart is not None
         assert box["height"] >= 12
-        now = await page.locator(".chart .grid text", has_text="now").first.bounding_box()
-        assert now is not None
-        assert now["x"] + now["width"] <= chart["x"] + chart["width"]
+        boxes = await drawing.evaluate(
+            "item => [...item.querySelectorAll('text[y=\"162\"]')].map((word) => {"
+            " const { left, right } = word.getBoundingClientRect(); return [left, right]; })"
+        )
+        times = sorted(boxes)
+        assert len(times) >= 3
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(times))  # none overlap
+        assert times[-1][1] <= chart["x"] + chart["width"]
     points = "[[98, 0, 10, 2], [99, 0, 10, 2], [100, 0, 10, 2]]"
     async with shown(service) as watched:
         await expect(watched.page.get_by_role("row", name="archive")).to_be_visible()

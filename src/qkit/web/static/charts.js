@@ -128,7 +128,8 @@ function scale(frame, top, seconds, format) {
       s("text", { x: frame.left - 8, y: y + 3.5, "text-anchor": "end" }, format(part * top)),
     );
   }
-  const step = seconds > 120 ? 60 : seconds / 4;
+  const narrow = frame.right - frame.left < 300; // room for fewer words
+  const step = (seconds > 120 ? 60 : seconds / 4) * (narrow ? 2 : 1);
   for (let back = 0; back <= seconds; back += step) {
     const x = frame.right - (back / seconds) * (frame.right - frame.left);
     const word = back === 0 ? "now" : back % 60 ? `−${back} s` : `−${back / 60} min`;

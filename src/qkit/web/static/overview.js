@@ -20,8 +20,8 @@ export function overviewPage() {
   const tiles = TILES.map((tile) => {
     const spark = sparkline({ width: 200, height: 44, seconds: 300, kind: tile.kind, label: tile.name, ends: false });
     const value = h("strong", {}, "–");
-    const whose = h("small", { class: "whose", hidden: true });
-    return { ...tile, spark, value, whose, element: h("div", { class: "tile panel" }, h("h2", {}, tile.name), value, whose, spark.element) };
+    const heading = h("h2", {}, tile.name);
+    return { ...tile, spark, value, heading, element: h("div", { class: "tile panel" }, heading, value, spark.element) };
   });
   const health = h("div", { class: "health" });
   const body = h("tbody");
@@ -55,7 +55,7 @@ export function overviewPage() {
       const own = overview.queues.some((queue) => queue.own_rates);
       for (const tile of tiles) {
         say(tile.value, tile.figure(overview.totals));
-        note(tile.whose, own && (tile.series === 2 || tile.series === 3) ? OWN : "");
+        say(tile.heading, own && (tile.series === 2 || tile.series === 3) ? `${tile.name}, ${OWN}` : tile.name);
         tile.spark.draw(points.map((row) => [row[0], row[tile.series]]), overview.at, `${tile.name}: ${tile.figure(overview.totals)}`);
       }
       for (const [name, row] of rows) {

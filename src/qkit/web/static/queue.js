@@ -53,7 +53,7 @@ export function queuePage(name, tab) {
     const action = current.state === "paused" ? "resume" : "pause";
     try {
       const answer = await change("POST", queuePath(name, action));
-      if (answer) toast(action === "pause" ? `${name} is paused: running handlers finish, no more are started.` : `${name} is consumed again.`);
+      if (answer) toast(action === "pause" ? `${name} is paused in this process: running handlers finish, no more are started. Other processes go on.` : `${name} is consumed again by this process.`);
     } catch (error) { toast(error.message, "bad"); }
   }
 
