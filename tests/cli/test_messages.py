@@ -147,6 +147,15 @@ def test_consume_gives_back_what_it_showed(shell: Shell) -> None:
     assert (row["depth"], row["in_flight"]) == (3, 0)
 
 
+def test_consume_says_that_it_holds_no_more(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qkit.cli.messages.HELD", 2)
+    shell.run("send", "orders", stdin="1\n2\n3\n")
+    result = shell.run("consume", "orders")
+    assert "2 messages shown and given back. It holds no more" in result.stderr
+    assert "holds no more" not in shell.run("consume", "orders", "--limit", "2").stderr
+    assert "1,000" in shell.run("consume", "--help").stdout
+
+
 def test_consume_takes_them_away_only_if_asked(shell: Shell) -> None:
     for number in range(3):
         shell.run("send", "orders", str(number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -45,11 +46,9 @@ def test_stats_can_be_watched_until_ctrl_c(shell: Shell) -> None:
     )  # fmt: skip
     try:
         assert process.stdout is not None
-        seen = 0
-        for line in process.stdout:
-            seen += line.startswith("[")
-            if seen == 3:
-                break
+        for _ in range(3):
+            (row,) = json.loads(process.stdout.readline())  # a line each
+            assert (row["queue"], row["depth"]) == ("audit", 1)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     finally:

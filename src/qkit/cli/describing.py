@@ -109,7 +109,7 @@ def capabilities(
         for feature in features
     ]
     names = [name.replace("-", "\n") if all_backends else name for name in columns]
-    out.print(table(("", *names), rows))
+    out.print(table(("", *names), rows, gap=1 if all_backends else None))
     if len(columns) > 1:
         tell("● native to the backend  ◐ emulated by qkit  – refused at start-up", "dim")
 

@@ -19,7 +19,18 @@ from rich.text import Text
 
 from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
 from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
-from qkit.cli.terminal import ago, block, body_text, count, err, out, print_json, safe, tell
+from qkit.cli.terminal import (
+    ago,
+    block,
+    body_text,
+    count,
+    err,
+    out,
+    print_json,
+    print_json_line,
+    safe,
+    tell,
+)
 from qkit.clock import SystemClock
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.lookup import close_to
@@ -246,12 +257,13 @@ def consume(
     """Print messages as they arrive, until Ctrl-C.
 
     Without [bold]--ack[/] they are held while this runs and then given back, with no attempt
-    charged; with it they are gone.
+    charged; it holds 1,000 at most, and ends with them. With [bold]--ack[/] they are gone.
     """
     show: Callable[[Envelope], None] = _show_json if as_json else _show
     seen = run(_consume(queue, ack, limit, timeout, group, broadcast, config, show))
     what = "taken" if ack else "shown and given back"
-    tell(f"{count(seen, 'message')} {what}.", "dim")
+    full = "" if ack or limit is not None or seen < HELD else " It holds no more: see --ack."
+    tell(f"{count(seen, 'message')} {what}.{full}", "dim")
 
 
 async def _consume(
@@ -345,5 +357,4 @@ def _show_json(envelope: Envelope) -> None:
         "priority": envelope.priority,
         "attempt": envelope.attempt,
     }
-    sys.stdout.write(f"{json.dumps(record)}\n")
-    sys.stdout.flush()
+    print_json_line(record)

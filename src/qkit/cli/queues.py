@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from qkit.backend import QueueStats
 from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, run, service
-from qkit.cli.terminal import age, count, number, out, print_json, table, tell
+from qkit.cli.terminal import age, count, number, out, print_json, print_json_line, table, tell
 from qkit.errors import QueueNotFound
 from qkit.service import QueueService
 
@@ -52,7 +53,10 @@ def stats(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a queue's figures, once or live."""
+    """Show a queue's figures, once or live.
+
+    With [bold]--watch --json[/] each look is one line.
+    """
     run(_stats(names or [], watch, every, config, as_json))
 
 
@@ -67,11 +71,12 @@ async def _stats(
             else:
                 out.print(_details(before, {}, 0.0))
             return
-        with Live(console=out, auto_refresh=False, screen=False) as live:
+        live = Live(console=out, auto_refresh=False, screen=False)
+        with nullcontext() if as_json else live:
             shown: Figures = {}
             while True:
                 if as_json:
-                    print_json([_record(*item) for item in before.values()])
+                    print_json_line([_record(*item) for item in before.values()])
                 else:
                     live.update(_details(before, shown, time.monotonic() - at), refresh=True)
                 shown, at = before, time.monotonic()

@@ -30,6 +30,7 @@ __all__ = [
     "number",
     "out",
     "print_json",
+    "print_json_line",
     "safe",
     "table",
     "tell",
@@ -67,9 +68,18 @@ def print_json(value: object) -> None:
         sys.stdout.write(f"{text}\n")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+def print_json_line(value: object) -> None:
+    """A value as one line of JSON, at once: for a program that reads as they come."""
+    sys.stdout.write(f"{json.dumps(TypeAdapter[Any](Any).dump_python(value, mode='json'))}\n")
+    sys.stdout.flush()
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, gap: int | None = None
+) -> Table:
     """A table whose columns of numbers stand right: those named with a leading ``>``."""
-    gap = 3 if len(columns) <= 8 else 2  # names must fit beside many figures in 80 columns
+    if gap is None:
+        gap = 3 if len(columns) <= 8 else 2  # names must fit beside many figures in 80 columns
     made = Table(box=None, header_style="dim", pad_edge=False, padding=(0, gap, 0, 0))
     for column in columns:
         right = column.startswith(">")
