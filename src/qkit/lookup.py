@@ -32,10 +32,8 @@ async def require_queue(service: QueueService, name: str) -> None:
 
 async def close_to(service: QueueService, name: str) -> str | None:
     """The queue whose name is most like this one, if one is."""
-    try:
-        known = set(await service.queues())
-    except Unsupported:
-        known = set()
-    known |= {channel.name for channel in service.channels}
+    known = {channel.name for channel in service.channels}
+    with suppress(Unsupported):
+        known |= set(await service.queues())
     known -= {name} | {service.settings.dead_letter_name(other) for other in known}
     return next(iter(difflib.get_close_matches(name, sorted(known), 1)), None)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -241,19 +240,25 @@ def _state(consumers: list[ConsumerHealth]) -> QueueState:
 
 
 def _totals(queues: list[QueueView], *, known: bool) -> Totals:
-    def total(figures: Iterable[Figure | None]) -> Figure | None:
-        """The sum of what is known; of no queues it is 0, of queues that nobody knows nothing."""
-        there = [figure for figure in figures if figure is not None]
-        return sum(there) if there or (known and not queues) else None
+    nothing = 0 if known and not queues else None  # of no queues the sum is known
 
     return Totals(
-        depth=total(view.depth for view in queues),
-        in_flight=total(view.in_flight for view in queues),
-        dead_letters=total(view.dead_letters for view in queues),
+        depth=_sum([view.depth for view in queues], nothing),
+        in_flight=_sum([view.in_flight for view in queues], nothing),
+        dead_letters=_sum([view.dead_letters for view in queues], nothing),
         retried=sum(view.retried for view in queues),
-        in_rate=total(view.in_rate for view in queues),
-        out_rate=total(view.out_rate for view in queues),
+        in_rate=_sum([view.in_rate for view in queues], nothing),
+        out_rate=_sum([view.out_rate for view in queues], nothing),
     )
+
+
+def _sum(figures: list[Figure | None], nothing: Figure | None) -> Figure | None:
+    """The sum of what is known, or ``nothing`` where that is none of them."""
+    total = nothing
+    for figure in figures:
+        if figure is not None:
+            total = figure if total is None else total + figure
+    return total
 
 
 def _handled(mine: ChannelMetrics) -> int:
