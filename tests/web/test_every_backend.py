@@ -43,7 +43,7 @@ async def test_figures_dead_letters_and_a_replay(settings: Settings) -> None:
             known = row["problem"] is None  # a busy broker may not have told it in time
             return bool(known and row["failed"] == 1 and row["dead_letters"] in (1, None))
 
-        await eventually(counted, every=0.2)
+        await eventually(counted, seconds=60, every=0.2)
         row = (await client.get(path)).json()
         assert row["state"] == "consuming"
         assert (await client.get("/readyz")).status_code == 200

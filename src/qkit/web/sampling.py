@@ -7,6 +7,7 @@ is kept, so that a page which is opened again, or a Prometheus that scrapes, lea
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -113,10 +114,11 @@ class Sampler:
             names - letters, key=lambda name: (name not in consumed, name not in own, name)
         )
         shown, hidden = rows[:MAX_QUEUES], len(rows[MAX_QUEUES:])
-        asked: list[str] = []
-        for name in shown:
-            asked += [name, settings.dead_letter_name(name)]
-        stats = await self._ask([] if problem else [name for name in asked if name in names])
+        asked: dict[bool, list[str]] = {True: [], False: []}  # by whether they are consumed here
+        for name in shown if problem is None else ():
+            both = (name, settings.dead_letter_name(name))
+            asked[name in consumed] += [each for each in both if each in names]
+        stats = await self._ask(asked[True], asked[False])
         metrics = self._service.metrics().channels
         health = self._service.health_check()
         topics = {
@@ -138,13 +140,16 @@ class Sampler:
         ]
         return views, hidden, problem
 
-    async def _ask(self, names: list[str]) -> dict[str, QueueStats | str]:
-        """Figures by queue, or why there are none; those of before where time did not do."""
+    async def _ask(self, *turns: list[str]) -> dict[str, QueueStats | str]:
+        """Figures by queue, or why there are none; those of before where time did not do.
+
+        One turn after the other: a broker with many queues must not keep back those of the first.
+        """
         answers: dict[str, QueueStats | str] = {}
-        turns = asyncio.Semaphore(AT_ONCE)
+        at_once = asyncio.Semaphore(AT_ONCE)
 
         async def ask(name: str) -> None:
-            async with turns:
+            async with at_once:
                 try:
                     answers[name] = await self._service.stats(name)
                 except (QueueNotFound, Unsupported):
@@ -153,11 +158,13 @@ class Sampler:
                     answers[name] = _told(error)
 
         try:
-            async with asyncio.timeout(PATIENCE), asyncio.TaskGroup() as tasks:
-                for name in names:
-                    tasks.create_task(ask(name), name=f"qkit figures of {name}")
+            async with asyncio.timeout(PATIENCE):
+                for names in turns:
+                    async with asyncio.TaskGroup() as tasks:
+                        for name in names:
+                            tasks.create_task(ask(name), name=f"qkit figures of {name}")
         except TimeoutError as error:
-            for name in names:
+            for name in itertools.chain(*turns):
                 answers.setdefault(name, self._before.get(name, _told(error)))
         self._before = answers
         return answers
