@@ -20,7 +20,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
     A cancellation can be swallowed on the way: Python 3.11's ``asyncio.wait_for`` does so when its
     answer comes in the same turn of the loop, and drivers call it everywhere. A task that goes on
-    is therefore cancelled again.
+    is therefore cancelled again, so this is not for one that has long to tidy up.
     """
     left = {task for task in tasks if not task.done()}
     while left:

@@ -22,7 +22,6 @@ from qkit.errors import BackendUnavailable, QueueError
 from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.engine import Engine
-from qkit.tasks import end_tasks
 
 __all__ = ["SOCKET", "SharedBackend"]
 
@@ -134,7 +133,8 @@ class SharedBackend:
         """Hand the directory over, or leave its owner; idempotent."""
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
-            await end_tasks([keeper])
+            keeper.cancel()  # once: what it is opening must come to its end, or keeps the lock
+            await asyncio.wait({keeper})
         role, self._role = self._role, None
         self._reached.clear()
         self._broken.clear()
