@@ -23,8 +23,7 @@ from qkit.backends.rabbit.topology import BACKEND
 from qkit.clock import Clock
 from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
 from qkit.logs import logger
-from qkit.message import DeadLetter, Envelope, Reason
-from qkit.native.dead import TimeToLiveExpired
+from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
 from qkit.tasks import end_tasks
 
 __all__ = ["RabbitSubscription", "Received"]
