@@ -19,7 +19,7 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import BaseModel
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
-from qkit.backend import Admin, Delivery, DroppedLetterSource, QueueSpec, SubscriptionSpec
+from qkit.backend import Admin, DroppedLetterSource, QueueSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log.connection import DRIVER_ERRORS, error_of, translated
 from qkit.backends.kafka_log.driver import partition_of
@@ -36,6 +36,7 @@ from qkit.errors import (
 )
 from qkit.message import DeadLetter, Envelope, Reason, new_id
 from qkit.opening import open_backend
+from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
 
@@ -68,19 +69,6 @@ async def raw(kafka_url: str) -> AsyncIterator[Any]:
     await producer.start()
     yield producer
     await producer.stop()
-
-
-def spec(name: str, **options: Any) -> SubscriptionSpec:
-    values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 100, **options}
-    return SubscriptionSpec(queue=name, **values)
-
-
-async def take(subscription: KafkaSubscription, count: int = 1) -> list[Delivery]:
-    found: list[Delivery] = []
-    async with asyncio.timeout(30):
-        while len(found) < count:
-            found += await subscription.receive(count - len(found))
-    return found
 
 
 async def read(kafka_url: str, topic: str, count: int) -> list[Any]:

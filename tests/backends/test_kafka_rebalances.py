@@ -19,12 +19,13 @@ import pytest_asyncio
 from aiokafka import errors
 
 from qkit import Message, QueueService, Reject, Settings, consume
-from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
+from qkit.backend import Delivery, QueueSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log import driver
 from qkit.backends.kafka_log.subscription import KafkaSubscription
 from qkit.errors import AckDeadlineExceeded
 from qkit.message import Envelope, new_id
+from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
 SESSION = 6.0  # the least that a broker with default settings takes
@@ -58,23 +59,10 @@ async def backend(open_backend: Open) -> KafkaBackend:
     return backend
 
 
-def spec(name: str, **options: Any) -> SubscriptionSpec:
-    values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 100, **options}
-    return SubscriptionSpec(queue=name, **values)
-
-
 async def put(backend: KafkaBackend, name: str, count: int) -> list[str]:
     envelopes = [Envelope(new_id(), b"{}", key=f"key {number}") for number in range(count)]
     await backend.publish(name, envelopes)
     return [envelope.id for envelope in envelopes]
-
-
-async def take(subscription: KafkaSubscription, count: int) -> list[Delivery]:
-    found: list[Delivery] = []
-    async with asyncio.timeout(30):
-        while len(found) < count:
-            found += await subscription.receive(count - len(found))
-    return found
 
 
 async def quiet(subscription: KafkaSubscription, seconds: float = 1.0) -> list[str]:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backend import Delivery, LossReporting, QueueSpec, SubscriptionSpec
+from qkit.backend import Delivery, LossReporting, QueueSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log import driver
 from qkit.backends.kafka_log.membership import Membership
 from qkit.errors import SubscriptionLost
 from qkit.message import Envelope, new_id
+from tests.support.kafka import spec
 from tests.support.waiting import eventually
 
 
@@ -30,10 +31,6 @@ async def backend(kafka_url: str) -> AsyncIterator[KafkaBackend]:
     await backend.start()
     yield backend
     await backend.aclose()
-
-
-def spec(name: str, *, broadcast: bool = False) -> SubscriptionSpec:
-    return SubscriptionSpec(queue=name, group="g", consumer="c", prefetch=100, broadcast=broadcast)
 
 
 def everywhere(prefix: str) -> list[Envelope]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
+from qkit.backend import Delivery, QueueSpec
 from qkit.backends.kafka import KafkaBackend
 from qkit.backends.kafka_log.delays import delayed
 from qkit.backends.kafka_log.record import NEW
@@ -21,6 +21,7 @@ from qkit.backends.kafka_log.tiers import TIERS
 from qkit.clock import SystemClock
 from qkit.errors import MessageNotFound, SendTimeout
 from qkit.message import Envelope
+from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
 
@@ -37,18 +38,6 @@ async def backend(kafka_url: str, name: str) -> AsyncIterator[KafkaBackend]:
     await backend.declare(QueueSpec(name=name))
     yield backend
     await backend.aclose()
-
-
-def spec(name: str, prefetch: int = 100) -> SubscriptionSpec:
-    return SubscriptionSpec(queue=name, group="g", consumer="c", prefetch=prefetch)
-
-
-async def take(subscription: KafkaSubscription, count: int = 1) -> list[Delivery]:
-    found: list[Delivery] = []
-    async with asyncio.timeout(30):
-        while len(found) < count:
-            found += await subscription.receive(count - len(found))
-    return found
 
 
 async def nothing_comes(subscription: KafkaSubscription, seconds: float = 0.5) -> None:
@@ -113,6 +102,14 @@ async def test_what_was_being_sent_back_when_time_ran_out_comes_again(
 # Stopping
 
 
+def owner_and_heir(
+    name: str, one: KafkaSubscription, two: KafkaSubscription
+) -> tuple[KafkaSubscription, KafkaSubscription]:
+    """Who has the only partition of the queue, and who waits for it."""
+    has_it = any(place.topic == name for place in one.membership.trackers)
+    return (one, two) if has_it else (two, one)
+
+
 async def test_a_stopping_consumer_lets_nothing_overtake_in_its_key(
     backend: KafkaBackend, name: str
 ) -> None:
@@ -122,9 +119,7 @@ async def test_a_stopping_consumer_lets_nothing_overtake_in_its_key(
         backend.subscribe(spec(name)) as subscription,
         backend.subscribe(spec(name)) as other,
     ):
-        owner, heir = subscription, other
-        if not any(place.topic == name for place in subscription.membership.trackers):
-            owner, heir = other, subscription
+        owner, heir = owner_and_heir(name, subscription, other)
         first, second, third = await take(owner, 3)
         await owner.release(third, 0.0, count_attempt=False)  # before the end: it waits here
         await owner.stop()
@@ -142,9 +137,7 @@ async def test_a_stopping_consumer_passes_on_what_has_no_key(
         backend.subscribe(spec(name)) as subscription,
         backend.subscribe(spec(name)) as other,
     ):
-        owner, heir = subscription, other
-        if not any(place.topic == name for place in subscription.membership.trackers):
-            owner, heir = other, subscription
+        owner, heir = owner_and_heir(name, subscription, other)
         _, second, third = await take(owner, 3)
         await owner.release(third, 0.0, count_attempt=False)
         await owner.stop()
