@@ -227,6 +227,8 @@ def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(a
         for _ in range(2):  # Python forgets a warning that it has given
             with pytest.raises(InvalidBody, match="expected Order, got Order: id: "):
                 Codec(Order).encode(changed(id="x"))
+            with pytest.raises(InvalidBody, match="expected any JSON value, got Order: "):
+                Codec.any().encode(changed(id="x"))
     assert not warned
 
 
@@ -235,8 +237,9 @@ def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
 ) -> None:
     monkeypatch.setattr(_dumping, "_WORKS", False)
     assert Codec(Order).encode(Order(id=1, total=1))[0] == b'{"id":1,"total":1.0}'
-    with pytest.raises(InvalidBody):
-        Codec(Order).encode(changed(id="x"))
+    for encoder in (Codec(Order), Codec.any()):
+        with pytest.raises(InvalidBody):
+            encoder.encode(changed(id="x"))
 
 
 BAD_BODIES: list[tuple[Any, Any, type[QueueError], list[str]]] = [

@@ -9,26 +9,18 @@ the module it is raised in is no dict, whatever the filters say; hence the one h
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 from pydantic_core import SchemaSerializer, core_schema
 
-__all__ = ["refusing"]
+__all__ = ["dump_strictly"]
 
 __warningregistry__ = ()
 
 
-def _refusing(to_json: Callable[..., bytes]) -> Callable[[object], bytes]:
-    def dump(value: object) -> bytes:
-        return to_json(value, by_alias=True, round_trip=True)
-
-    return dump
-
-
 def _works() -> bool:
     try:
-        _refusing(SchemaSerializer(core_schema.int_schema()).to_json)("not an int")
+        SchemaSerializer(core_schema.int_schema()).to_json("not an int")
     except TypeError:
         return True
     return False
@@ -37,7 +29,8 @@ def _works() -> bool:
 _WORKS: Final = _works()
 
 
-def refusing(to_json: Callable[..., bytes]) -> Callable[[object], bytes]:
-    """A serializer's ``to_json`` that raises something where pydantic would warn."""
-    asking = partial(to_json, by_alias=True, round_trip=True, warnings="error")
-    return _refusing(to_json) if _WORKS else asking
+def dump_strictly(to_json: Callable[..., bytes], value: object) -> bytes:
+    """What a serializer's ``to_json`` makes of a value; raises something where it would warn."""
+    if _WORKS:
+        return to_json(value, by_alias=True, round_trip=True)
+    return to_json(value, by_alias=True, round_trip=True, warnings="error")

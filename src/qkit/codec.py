@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, Vali
 from pydantic_core import to_json as dump_any_json
 
 from qkit._compression import check_size, compress, decompress
-from qkit._dumping import refusing
+from qkit._dumping import dump_strictly
 from qkit.errors import ConfigError, DecodeError, InvalidBody
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE
 
@@ -69,7 +69,6 @@ class Codec(Generic[T]):
         "_class",
         "_compress",
         "_dump",
-        "_dump_exact",
         "_exact",
         "_max_bytes",
         "_may_hold_nan",
@@ -78,6 +77,8 @@ class Codec(Generic[T]):
         "_raw",
         "_takes_bytes",
         "_takes_text",
+        "_to_json",
+        "_untyped",
         "_validate",
         "_validate_json",
         "type_name",
@@ -109,6 +110,7 @@ class Codec(Generic[T]):
         max_bytes: int = 1 << 20,
     ) -> None:
         untyped = type_ in (None, Any, object)
+        self._untyped = untyped
         self.type_name = "any JSON value" if untyped else type_name(type_)
         self._compress = compression == "gzip"
         self._max_bytes = max_bytes
@@ -120,16 +122,15 @@ class Codec(Generic[T]):
         self._validate = _as_it_is if untyped else adapter.validator.validate_python
         # round_trip: what is written must be valid input. "error": a field that was set to
         # something else behind pydantic's back would only make it warn.
-        to_json = adapter.serializer.to_json
+        self._to_json = adapter.serializer.to_json
         self._dump = (
             _dump_any
             if untyped
-            else partial(to_json, by_alias=True, round_trip=True, warnings="error")
+            else partial(self._to_json, by_alias=True, round_trip=True, warnings="error")
         )
         # An instance of exactly this model was validated when it was made: it is only dumped. A
         # plain dataclass never was, so its fields are validated here.
         self._exact = type_ if hasattr(type_, "__pydantic_serializer__") else None
-        self._dump_exact = refusing(to_json)
         self._class = type_ if is_dataclass(type_) else self._exact
         floats, modes = _float_modes(adapter.core_schema)
         self._may_hold_nan = untyped or (floats and modes != {"strings"})
@@ -157,13 +158,18 @@ class Codec(Generic[T]):
         """
         body: bytes | None = None
         checked: object = value
+        to_json: Callable[..., bytes] | None = None
         if type(value) is self._exact:
-            try:
-                body = self._dump_exact(value)
-            except Exception:
-                body = None  # said below, outside, so that this error is not that one's context
+            to_json = self._to_json
+        elif self._untyped and isinstance(value, BaseModel):
+            to_json = value.__pydantic_serializer__.to_json
         elif self._takes_bytes and isinstance(value, _RAW):
             return self._finish(bytes(cast("bytes", value)), {CONTENT_TYPE: _BYTES})
+        if to_json is not None:
+            try:
+                body = dump_strictly(to_json, value)
+            except Exception:
+                body = None  # said below, outside, so that this error is not that one's context
         if body is None:
             body, checked = self._encode_checked(value)
         # pydantic writes null for a float that JSON has no word for. (find: twice as fast as in.)
