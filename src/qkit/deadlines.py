@@ -21,13 +21,16 @@ class Deadlines:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.open: dict[Deadline, None] = {}  # in the order of their ends
-        self.emptied: asyncio.Event | None = None  # somebody waits for that
         self.timer: asyncio.TimerHandle | None = None
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """Their loop; kept, since before Python 3.12 each look for it is a call of the system."""
         return asyncio.get_running_loop()
+
+    def end(self) -> float:
+        """When one that begins now will end."""
+        return self.loop.time() + self.seconds
 
     def arm(self) -> None:
         """Set the timer to the end of the oldest, if any is open."""
@@ -43,13 +46,6 @@ class Deadlines:
                 break
             deadline.expire()
         self.arm()
-
-    async def wait_empty(self) -> None:
-        """Wait until none is open."""
-        self.emptied = asyncio.Event()
-        while self.open:
-            self.emptied.clear()
-            await self.emptied.wait()
 
 
 class Scope:
@@ -115,7 +111,7 @@ class Deadline(Scope):
         assert task is not None, "a deadline cancels its task, so there must be one"
         self._task = task
         self._cancelling = task.cancelling()
-        self.end = loop.time() + deadlines.seconds
+        self.end = deadlines.end()
         deadlines.open[self] = None
         if deadlines.timer is None:
             deadlines.arm()
@@ -130,7 +126,5 @@ class Deadline(Scope):
         """End, perhaps with ``TimeoutError``."""
         deadlines = self._deadlines
         del deadlines.open[self]
-        if deadlines.emptied is not None and not deadlines.open:
-            deadlines.emptied.set()
         if self.expired:
             super().__exit__(kind, error, traceback)

@@ -148,8 +148,8 @@ class Producer:
         route = self._routes.get(channel) if isinstance(channel, str) else None
         if route is None:
             route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
-        queues = self._backend.capabilities.queues  # without them both verbs say the same
-        if queues and route.broadcast is not (verb == "publish"):
+        # Without queues both verbs say the same.
+        if route.broadcast is not (verb == "publish") and self._backend.capabilities.queues:
             kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
             raise Unsupported(
                 f"{route.name!r} is a {kind}: use service.{right}(…)",

@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple, cast
 
 from qkit.backend import Backend
 from qkit.breaker import CircuitBreaker
@@ -30,7 +30,8 @@ Arguments = TypeVarTuple("Arguments")
 
 MAX_GATHERED = 1_000
 
-_Waiting = tuple[Sequence[Envelope], asyncio.Future[list[Sent]]]
+# What one sender hands over, the answer it waits for, and when it gives up.
+_Waiting = tuple[Sequence[Envelope], asyncio.Future[list[Sent]], float]
 
 
 class Sender:
@@ -48,10 +49,12 @@ class Sender:
         self.breaker = breaker
         self.timeout = timeout
         self.backend = backend
-        self._connection = connection
+        self.connection = connection
+        self.deadlines = Deadlines(timeout)
         self._backoff = backoff
         self._outboxes: dict[str, _Outbox] = {}
-        self.deadlines = Deadlines(timeout)
+        self._under_way = 0
+        self._emptied: asyncio.Event | None = None  # somebody waits until nothing is under way
 
     async def send(
         self,
@@ -70,27 +73,58 @@ class Sender:
         outbox = self._outboxes.get(queue)
         if outbox is None:
             outbox = self._outboxes[queue] = _Outbox(self, queue)
+        end = self.deadlines.end()
         failures: list[QueueError] = []
-        pending = [] if prepare is None else [prepare]
-        deadline = Deadline(self.deadlines)
+        self._under_way += 1
         try:
-            with deadline:
+            if prepare is None:
                 try:
-                    sent = await outbox.send(envelopes, deadline, pending)
+                    return await outbox.send(envelopes, end)
                 except CircuitOpen:
                     raise
                 except BackendUnavailable as error:
                     self._note(queue, error, failures)
-                    sent = None
-                if sent is None:
+            return await self._persist(outbox, envelopes, end, prepare, failures)
+        except QueueError as error:
+            error.located(
+                backend=self.backend.name,
+                operation="send",
+                queue=queue,
+                message_id=_only_id(envelopes),
+            )
+            raise
+        finally:
+            self._under_way -= 1
+            if self._emptied is not None and not self._under_way:
+                self._emptied.set()
+
+    async def _persist(
+        self,
+        outbox: _Outbox,
+        envelopes: Sequence[Envelope],
+        end: float,
+        prepare: Callable[[], Awaitable[None]] | None,
+        failures: list[QueueError],
+    ) -> list[Sent]:
+        """Try until the end; what failed before is among the ``failures``."""
+        deadline = Deadline(Deadlines(end - self.deadlines.loop.time()))
+        pending = [] if prepare is None else [prepare]
+
+        async def attempt() -> list[Sent]:
+            while pending:
+                await self.ask(deadline, pending[0])
+                pending.pop()  # once: done again it would touch no broker, yet count as an answer
+            return await outbox.send(envelopes, self.deadlines.end(), deadline)
+
+        try:
+            with deadline:
+                if failures:
                     await asyncio.sleep(self._backoff.after(1))
-                    sent = await persist(
-                        lambda: outbox.send(envelopes, deadline, pending),
-                        backoff=self._backoff,
-                        note=lambda error: self._note(queue, error, failures),
-                    )
-                self._connection.carried()
-                return sent
+                return await persist(
+                    attempt,
+                    backoff=self._backoff,
+                    note=lambda error: self._note(outbox.queue, error, failures),
+                )
         except CircuitOpen as error:
             if failures:  # its own tries were among those that opened the circuit
                 raise error from failures[-1]
@@ -98,36 +132,29 @@ class Sender:
         except TimeoutError:
             if not deadline.expired:
                 raise
-            raise SendTimeout(
-                f"no confirmation within {self.timeout:g} s; "
-                + (
-                    f"the connection failed {len(failures)} times, last: {failures[-1].message}"
-                    if failures
-                    else "the message may or may not have arrived: send it again if a duplicate "
-                    "does no harm"
-                ),
-                backend=self.backend.name,
-                operation="send",
-                queue=queue,
-                message_id=_only_id(envelopes),
-            ) from (failures[-1] if failures else None)
+            raise self.too_late(failures) from (failures[-1] if failures else None)
 
     async def drain(self) -> None:
         """Wait until nothing is on its way out any more, for as long as a send may take."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.timeout):
-                await self.deadlines.wait_empty()
+                while self._under_way:
+                    self._emptied = asyncio.Event()
+                    await self._emptied.wait()
         for outbox in self._outboxes.values():
             if outbox.task is not None:
                 outbox.task.cancel()
 
-    def locate(self, error: QueueError, queue: str, envelopes: Sequence[Envelope]) -> None:
-        """Say in an error where it happened."""
-        error.located(
-            backend=self.backend.name,
-            operation="send",
-            queue=queue,
-            message_id=_only_id(envelopes),
+    def too_late(self, failures: Sequence[QueueError] = ()) -> SendTimeout:
+        """What a sender is told at its deadline."""
+        return SendTimeout(
+            f"no confirmation within {self.timeout:g} s; "
+            + (
+                f"the connection failed {len(failures)} times, last: {failures[-1].message}"
+                if failures
+                else "the message may or may not have arrived: send it again if a duplicate "
+                "does no harm"
+            )
         )
 
     def _note(self, queue: str, error: QueueError, failures: list[QueueError]) -> None:
@@ -155,21 +182,21 @@ class Sender:
             result = await call(*arguments)
         except BackendUnavailable as error:
             self.breaker.failed(probe=probe)
-            self._connection.failed(error)
+            self.connection.failed(error)
             raise
         except QueueError:  # the broker answered: the connection works
             self.breaker.succeeded()
-            self._connection.worked()
+            self.connection.worked()
             raise
         except BaseException:
             if deadline.expired:  # the broker took the message and fell silent
                 self.breaker.failed(probe=probe)
-                self._connection.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
+                self.connection.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
             else:
                 self.breaker.gave_up(probe=probe)
             raise
         self.breaker.succeeded()
-        self._connection.worked()
+        self.connection.worked()
         return result
 
 
@@ -177,45 +204,58 @@ class _Outbox:
     """One queue's way out: at most one publish at a time, the rest gathered behind it."""
 
     def __init__(self, sender: Sender, queue: str) -> None:
+        self.queue = queue
+        self.task: asyncio.Task[None] | None = None
         self._sender = sender
-        self._ask = sender.ask
         self._publish = sender.backend.publish
-        self._queue = queue
         self._busy = False
         self._waiting: deque[_Waiting] = deque()
-        self.task: asyncio.Task[None] | None = None
+        self._leaving: list[_Waiting] = []  # the group that is under way
+        self._watch: asyncio.TimerHandle | None = None
 
-    async def send(
-        self,
-        envelopes: Sequence[Envelope],
-        deadline: Deadline,
-        pending: list[Callable[[], Awaitable[None]]],
-    ) -> list[Sent]:
-        """One try: at once if nothing is on its way to this queue, else with the next group."""
+    def send(
+        self, envelopes: Sequence[Envelope], end: float, deadline: Deadline | None = None
+    ) -> Awaitable[list[Sent]]:
+        """One try: at once if nothing is on its way to this queue, else with the next group.
+
+        ``end`` is the usual deadline from now on. ``deadline``, if given, is one that the caller
+        keeps itself.
+        """
+        if not self._busy:
+            if deadline is None:
+                return self._send_in_time(envelopes)
+            return self._send_alone(envelopes, deadline)
+        self._sender.breaker.check()
+        # A sender that only waits needs no deadline of its own, which costs as much as all the
+        # rest of this: one timer looks after them all.
+        loop = self._sender.deadlines.loop
+        future: asyncio.Future[list[Sent]] = loop.create_future()
+        self._waiting.append((envelopes, future, end))
+        if self._watch is None:
+            self._watch = loop.call_at(end, self._give_up)
+        return future
+
+    async def _send_in_time(self, envelopes: Sequence[Envelope]) -> list[Sent]:
+        deadline = Deadline(self._sender.deadlines)
         try:
-            while pending:
-                await self._ask(deadline, pending[0])
-                pending.pop()  # once: done again it would touch no broker, yet count as an answer
-            if self._busy:
-                self._sender.breaker.check()
-                loop = self._sender.deadlines.loop
-                future: asyncio.Future[list[Sent]] = loop.create_future()
-                self._waiting.append((envelopes, future))
-                return await future
-            self._busy = True
-            try:
-                return await self._ask(deadline, self._publish, self._queue, envelopes)
-            finally:
-                self._busy = False
-                if self._waiting:
-                    self._flush_soon()
-        except QueueError as error:
-            self._sender.locate(error, self._queue, envelopes)
-            raise
+            with deadline:
+                return await self._send_alone(envelopes, deadline)
+        except TimeoutError:
+            if not deadline.expired:
+                raise
+            raise self._sender.too_late() from None
 
-    def _flush_soon(self) -> None:
+    async def _send_alone(self, envelopes: Sequence[Envelope], deadline: Deadline) -> list[Sent]:
         self._busy = True
-        self.task = asyncio.create_task(self._flush(), name=f"qkit send {self._queue}")
+        try:
+            sent = await self._sender.ask(deadline, self._publish, self.queue, envelopes)
+            self._sender.connection.carried()
+            return sent
+        finally:
+            self._busy = False
+            if self._waiting:
+                self._busy = True
+                self.task = asyncio.create_task(self._flush(), name=f"qkit send {self.queue}")
 
     async def _flush(self) -> None:
         """Send what has gathered, until nothing more has."""
@@ -230,31 +270,49 @@ class _Outbox:
             self.task = None
 
     async def _send_group(self, group: list[_Waiting]) -> None:
-        # Each sender has a deadline of its own, but a backend that never answers must not hold up
+        # Each sender gives up in its own time, but a backend that never answers must not hold up
         # those who come later.
         deadline = Deadline(self._sender.deadlines)
-        together = [item for envelopes, _ in group for item in envelopes]
-        sent: list[Sent | QueueError] = []
+        together = [item for envelopes, _, _ in group for item in envelopes]
+        sent: Sequence[Sent | QueueError]
+        self._leaving = group
         try:
             with deadline:
-                sent += await self._ask(deadline, self._publish, self._queue, together)
+                sent = await self._sender.ask(deadline, self._publish, self.queue, together)
         except PartialSend as error:
             sent = error.results
         except Exception as error:
-            if not deadline.expired:  # else so has the deadline of each of them
-                _fail(group, error)
+            self._leaving = []
+            _fail(group, self._sender.too_late() if deadline.expired else error)
             return
+        self._leaving = []
+        self._sender.connection.carried()
         _share_out(group, sent)
 
     def _next_group(self) -> list[_Waiting]:
-        size = 0
         group: list[_Waiting] = []
-        while self._waiting and (not group or size + len(self._waiting[0][0]) <= MAX_GATHERED):
-            envelopes, future = self._waiting.popleft()
+        size = 0
+        while self._waiting and size < MAX_GATHERED:
+            envelopes, future, _ = waiting = self._waiting[0]
             if not future.done():  # else its sender gave up before it left
-                group.append((envelopes, future))
                 size += len(envelopes)
+                if group and size > MAX_GATHERED:
+                    break
+                group.append(waiting)
+            self._waiting.popleft()
         return group
+
+    def _give_up(self) -> None:
+        """Tell those whose time is up; they stand in the order of their ends."""
+        self._watch = None
+        now = self._sender.deadlines.loop.time()
+        for _, future, end in (*self._leaving, *self._waiting):
+            if future.done():
+                continue
+            if end > now:
+                self._watch = self._sender.deadlines.loop.call_at(end, self._give_up)
+                return
+            future.set_exception(self._sender.too_late())
 
 
 def _only_id(envelopes: Sequence[Envelope]) -> str | None:
@@ -263,7 +321,7 @@ def _only_id(envelopes: Sequence[Envelope]) -> str | None:
 
 def _fail(group: list[_Waiting], error: Exception) -> None:
     """Give each sender an error of its own: raising adds to it, and it names one message."""
-    for envelopes, future in group:
+    for envelopes, future, _ in group:
         if future.done():
             continue
         if isinstance(error, QueueError):
@@ -272,25 +330,21 @@ def _fail(group: list[_Waiting], error: Exception) -> None:
         future.set_exception(error)
 
 
-def _share_out(group: list[_Waiting], results: list[Sent | QueueError]) -> None:
+def _share_out(group: list[_Waiting], results: Sequence[Sent | QueueError]) -> None:
     """Give each sender its own part of a group's results."""
     start = 0
-    for envelopes, future in group:
-        mine = results[start : start + len(envelopes)]
-        start += len(envelopes)
+    for envelopes, future, _ in group:
+        end = start + len(envelopes)
+        mine = results[start:end]
+        start = end
         if future.done():
             continue
-        if len(mine) == 1:
-            (only,) = mine
-            if isinstance(only, QueueError):
-                future.set_exception(only)
-            else:
-                future.set_result([only])
-            continue
-        sent = [item for item in mine if not isinstance(item, QueueError)]
+        sent = [item for item in mine if isinstance(item, Sent)]
         if len(sent) == len(mine):
             future.set_result(sent)
+        elif len(mine) == 1:
+            future.set_exception(cast("QueueError", mine[0]))
         else:
             future.set_exception(
-                PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", mine)
+                PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", list(mine))
             )
