@@ -45,7 +45,8 @@ class Session:
         self._looking = False  # the fetcher is about to look
         self._fetches = 0
         self._intake = Intake(lanes=consumer.ordered, drained=self._look_soon)
-        self._holding = asyncio.Event()  # there are leases to renew
+        self._renewal: asyncio.TimerHandle | None = None
+        self._due = asyncio.Event()  # it is time to renew leases
         self._over = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
@@ -74,7 +75,6 @@ class Session:
         metadata = self._executor.handler.metadata
         name = f"qkit {self._consumer.channel} {self._consumer.group}"
         async with asyncio.TaskGroup() as tasks:
-            # First, so that its timer runs before a handler can block the loop.
             renewer = tasks.create_task(self._renew(), name=f"{name} leases")
             acks = None
             if self._acknowledger is not None:
@@ -176,6 +176,7 @@ class Session:
                 await self._give_back()
             elif (limit := self._wanted()) > 0:
                 await self._receive(limit, task)
+                await asyncio.sleep(0)  # again: then this waits, and the next takes a turn less
             else:
                 self._room = self._loop.create_future()
                 await self._room
@@ -187,13 +188,11 @@ class Session:
         try:
             with scope:
                 deliveries = await self._subscription.receive(limit)
-                renewing = self._holding.is_set()
-                self._holding.set()
+                if self._renewal is None:  # its timer first: a handler may block the loop at once
+                    self._renew_later()
                 self._counters.received += len(deliveries)
                 self._intake.take(deliveries)
                 self._take_back()
-                if not renewing:  # its timer first: a handler may block the loop at once
-                    await asyncio.sleep(0)
         except TimeoutError:
             if not scope.expired:
                 raise  # else it was interrupted; receive is safe to cancel
@@ -370,14 +369,23 @@ class Session:
         On backends that run in this loop a blocked loop blocks expiry too, and expiry waits until
         overdue renewals have run; so this needs no thread.
         """
-        lease = self._consumer.lease
-        while lease is not None:
-            if not self.held:  # an idle consumer needs no timer
-                self._holding.clear()
-                await self._holding.wait()
-            await asyncio.sleep(lease / RENEWALS_PER_LEASE)
-            # All at once: one after the other, many on a slow network would come too late.
-            await asyncio.gather(*[self._extend(job, lease) for job in self.held if not job.lost])
+        try:
+            while (lease := self._consumer.lease) is not None:
+                await self._due.wait()
+                self._due.clear()
+                # All at once: one after the other, many on a slow network would come too late.
+                held = [job for job in self.held if not job.lost]
+                await asyncio.gather(*[self._extend(job, lease) for job in held])
+                self._renewal = None
+                if self.held:  # an idle consumer needs no timer
+                    self._renew_later()
+        finally:
+            if self._renewal is not None:
+                self._renewal.cancel()
+
+    def _renew_later(self) -> None:
+        if (lease := self._consumer.lease) is not None:
+            self._renewal = self._loop.call_later(lease / RENEWALS_PER_LEASE, self._due.set)
 
     async def _extend(self, job: Job, lease: float) -> None:
         if job not in self.held:

@@ -122,7 +122,9 @@ class RedisSubscription:
     async def _fetch(self, count: int) -> None:
         try:
             wait = GLANCE
-            if not self._drained:
+            if self._drained:
+                await asyncio.sleep(0)  # first whoever waits for what the last claim brought
+            else:
                 claim = await self._link.run(scripts.CLAIM, self._place.keys, *self._claim(count))
                 wait = await self._take(claim, count)
             while self._receivers and not self._claimed and not self._stopped:
