@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Mapping
 
 import aio_pika
@@ -15,12 +14,12 @@ from benchmarks._service import (
     ORDER,
     PREFETCH,
     Countdown,
+    Trip,
     address,
     by_turns,
     concurrently,
     consuming,
-    latency,
-    middle,
+    latencies,
     one_by_one,
     order_bytes,
     sending,
@@ -137,9 +136,8 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     }
 
 
-async def _raw_latency(count: int) -> float:
-    name, body = unique("latency"), order_bytes()
-    arrived, seconds = asyncio.Event(), list[float]()
+async def _way(scale: Scale) -> Mapping[str, float]:
+    name, trip = unique("latency"), Trip()
     async with await aio_pika.connect(address("rabbitmq")) as connection:
         channel = await connection.channel()
         await channel.set_qos(prefetch_count=1)
@@ -147,27 +145,17 @@ async def _raw_latency(count: int) -> float:
 
         async def handle(message: AbstractIncomingMessage) -> None:
             Order.model_validate_json(message.body)
-            arrived.set()
+            trip.end()
             await message.ack()
 
+        def publish() -> Awaitable[object]:
+            message = aio_pika.Message(order_bytes(), delivery_mode=PERSISTENT)
+            return channel.default_exchange.publish(message, name)
+
         await queue.consume(handle)
-        for _ in range(count):
-            started = time.perf_counter()
-            message = aio_pika.Message(body, delivery_mode=PERSISTENT)
-            await channel.default_exchange.publish(message, name)
-            await arrived.wait()
-            seconds.append(time.perf_counter() - started)
-            arrived.clear()
-            await asyncio.sleep(0.002)
+        theirs, ours = await latencies(_settings(), scale.of(1_000, 40), trip, publish)
         await queue.delete(if_unused=False, if_empty=False)
-    return middle(seconds)
-
-
-async def _way(scale: Scale) -> Mapping[str, float]:
-    count = scale.of(500, 20)
-    raw = await _raw_latency(count)
-    ours = await latency(_settings(), unique("latency"), count)
-    return {"rabbitmq.latency": ours / raw, "rabbitmq.latency_p50": ours}
+    return {"rabbitmq.latency": ours / theirs, "rabbitmq.latency_p50": ours}
 
 
 SUITES = (

@@ -15,12 +15,12 @@ from benchmarks._service import (
     ORDER,
     PREFETCH,
     Countdown,
+    Trip,
     address,
     by_turns,
     concurrently,
     consuming,
-    latency,
-    middle,
+    latencies,
     one_by_one,
     order_bytes,
     sending,
@@ -164,33 +164,23 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     }
 
 
-async def _raw_latency(count: int) -> float:
-    name, body = unique("latency"), order_bytes()
-    arrived, seconds = asyncio.Event(), list[float]()
-    async with _client() as raw, asyncio.TaskGroup() as tasks:
+async def _way(scale: Scale) -> Mapping[str, float]:
+    name, trip = unique("latency"), Trip()
+    async with _client() as raw:
 
         async def read() -> None:
-            for _ in range(count):
+            while True:
                 _, content = await raw.blpop([name])
                 Order.model_validate_json(content)
-                arrived.set()
+                trip.end()
 
-        tasks.create_task(read(), name="reader")
-        for _ in range(count):
-            started = time.perf_counter()
-            await raw.rpush(name, body)
-            await arrived.wait()
-            seconds.append(time.perf_counter() - started)
-            arrived.clear()
-            await asyncio.sleep(0.002)
-    return middle(seconds)
-
-
-async def _way(scale: Scale) -> Mapping[str, float]:
-    count = scale.of(500, 20)
-    raw = await _raw_latency(count)
-    ours = await latency(_settings(), unique("latency"), count)
-    return {"redis.latency": ours / raw, "redis.latency_p50": ours}
+        reading = asyncio.create_task(read(), name="reader")
+        theirs, ours = await latencies(
+            _settings(), scale.of(1_000, 40), trip, lambda: raw.rpush(name, order_bytes())
+        )
+        reading.cancel()
+        await asyncio.wait([reading])
+    return {"redis.latency": ours / theirs, "redis.latency_p50": ours}
 
 
 async def _pubsub_sample(name: str) -> bytes:

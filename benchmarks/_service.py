@@ -19,13 +19,13 @@ __all__ = [
     "ORDER",
     "PREFETCH",
     "Countdown",
+    "Trip",
     "address",
     "by_turns",
     "concurrently",
     "consuming",
     "consuming_batches",
-    "latency",
-    "middle",
+    "latencies",
     "one_by_one",
     "order_bytes",
     "sending",
@@ -119,11 +119,6 @@ async def by_turns(
     return [statistics.median(found) for found in rates]
 
 
-def middle(seconds: list[float]) -> float:
-    """The median, in milliseconds."""
-    return 1000 * statistics.median(seconds)
-
-
 def service_of(settings: Settings, *handlers: object) -> QueueService:
     """A service with its handlers registered."""
     service = QueueService(settings)
@@ -174,21 +169,44 @@ async def consuming_batches(settings: Settings, name: str, count: int, size: int
     return rate
 
 
-async def latency(settings: Settings, name: str, count: int) -> float:
-    """From the call of ``send`` to the handler, one message at a time; median in milliseconds."""
-    arrived = asyncio.Event()
+class Trip:
+    """Times one message after the other, from the call that sends it to the handler."""
+
+    def __init__(self) -> None:
+        self._arrived = asyncio.Event()
+
+    def end(self) -> None:
+        """The handler has it."""
+        self._arrived.set()
+
+    async def times(self, count: int, send: Callable[[], Awaitable[object]]) -> list[float]:
+        """Seconds of each, with a rest between them."""
+        seconds: list[float] = []
+        for _ in range(count):
+            started = time.perf_counter()
+            await send()
+            await self._arrived.wait()
+            seconds.append(time.perf_counter() - started)
+            self._arrived.clear()
+            await asyncio.sleep(0.002)
+        return seconds
+
+
+async def latencies(
+    settings: Settings, count: int, raw: Trip, send_raw: Callable[[], Awaitable[object]]
+) -> tuple[float, float]:
+    """The medians of the raw client and of qkit in milliseconds, taken in turns."""
+    name, own = unique("latency"), Trip()
 
     @consume(name)
     async def handle(order: Order) -> None:
-        arrived.set()
+        own.end()
 
-    seconds: list[float] = []
+    theirs: list[float] = []
+    ours: list[float] = []
     async with service_of(settings, handle) as service:
-        for _ in range(count):
-            started = time.perf_counter()
-            await service.send(name, ORDER)
-            await arrived.wait()
-            seconds.append(time.perf_counter() - started)
-            arrived.clear()
-            await asyncio.sleep(0.002)
-    return middle(seconds)
+        for _ in range(TURNS):
+            theirs += await raw.times(max(1, count // TURNS), send_raw)
+            ours += await own.times(max(1, count // TURNS), lambda: service.send(name, ORDER))
+        await service.delete(name)
+    return 1000 * statistics.median(theirs), 1000 * statistics.median(ours)
