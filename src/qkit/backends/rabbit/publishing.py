@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final, NamedTuple
 
 from aiormq import Channel, exceptions
-from pamqp.commands import Basic
 
 from qkit.backends.rabbit.connection import Link, close
 from qkit.backends.rabbit.failures import DRIVER_ERRORS, error_of, interrupted, translated
+from qkit.backends.rabbit.together import (
+    LARGE,
+    Outgoing,
+    can_write_together,
+    publish_together,
+)
 from qkit.backends.rabbit.topology import BACKEND
 from qkit.errors import BackendUnavailable, QueueError
 
 __all__ = ["Outgoing", "Publisher"]
-
-LARGE: Final = 1 << 16  # a body of so many bytes waits until the socket has taken it
-
-
-class Outgoing(NamedTuple):
-    """A message on its way out; ``mandatory`` asks for an error when no queue takes it."""
-
-    queue: str
-    exchange: str
-    key: str
-    properties: Basic.Properties
-    body: bytes
-    mandatory: bool = True
 
 
 class Publisher:
@@ -51,9 +42,7 @@ class Publisher:
                 line = await self._open()
         line.users += 1
         try:
-            if len(messages) == 1:
-                return [await line.publish(messages[0])]
-            return await asyncio.gather(*map(line.publish, messages))
+            return await line.publish(messages)
         except asyncio.CancelledError:
             if self._line is line:
                 self._line = None
@@ -91,13 +80,31 @@ class _Line:
         self.channel = channel
         self.users = 0
         self._ids: dict[str, asyncio.Event | None] = {}
+        self._together = can_write_together(channel)
 
-    async def publish(self, message: Outgoing) -> QueueError | None:
-        id = message.properties.message_id or ""
-        while id in self._ids:
-            others = self._ids[id] = self._ids[id] or asyncio.Event()
+    async def publish(self, messages: Sequence[Outgoing]) -> list[QueueError | None]:
+        """Each message's error, or ``None``; one whose id is in flight waits for the other."""
+        if len(messages) == 1:
+            return [await self._publish_one(messages[0])]
+        ids = {message.id for message in messages}
+        if not self._together or len(ids) < len(messages) or not ids.isdisjoint(self._ids):
+            return await asyncio.gather(*map(self._publish_one, messages))
+        self._ids.update(dict.fromkeys(ids))
+        try:
+            failures = await publish_together(self.channel, messages)
+        finally:
+            for id in ids:
+                self._landed(id)
+        return [
+            None if failure is None else _error(failure, message)
+            for failure, message in zip(failures, messages, strict=True)
+        ]
+
+    async def _publish_one(self, message: Outgoing) -> QueueError | None:
+        while message.id in self._ids:
+            others = self._ids[message.id] = self._ids[message.id] or asyncio.Event()
             await others.wait()
-        self._ids[id] = None
+        self._ids[message.id] = None
         try:
             await self.channel.basic_publish(
                 message.body,
@@ -114,10 +121,13 @@ class _Line:
                 raise
             return _error(error, message)
         finally:
-            waiting = self._ids.pop(id)
-            if waiting is not None:
-                waiting.set()
+            self._landed(message.id)
         return None
+
+    def _landed(self, id: str) -> None:
+        waiting = self._ids.pop(id)
+        if waiting is not None:
+            waiting.set()
 
 
 def _error(error: BaseException, message: Outgoing) -> QueueError:

@@ -1,0 +1,145 @@
+"""Many messages in one write: in order, each with its own answer, whatever befalls the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import aiormq
+import pytest
+import pytest_asyncio
+from pamqp.commands import Basic
+
+from qkit.backends.rabbit import together
+from qkit.backends.rabbit.together import (
+    LARGE,
+    Outgoing,
+    can_write_together,
+    publish_together,
+)
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.message import Envelope, Sent
+from tests.support.rabbitmq import declare
+
+
+def outgoing(queue: str, number: int, body: bytes = b"x", priority: Any = None) -> Outgoing:
+    facts = Basic.Properties(message_id=f"m{number}", priority=priority)
+    return Outgoing(queue, "", queue, facts, body)
+
+
+@pytest_asyncio.fixture
+async def queue(raw: aiormq.Channel, name: str) -> Any:
+    await raw.queue_declare(name)
+    yield name
+    await raw.queue_delete(name)
+
+
+async def bodies(channel: aiormq.Channel, queue: str) -> list[bytes]:
+    found: list[bytes] = []
+    while (message := await channel.basic_get(queue, no_ack=True)).delivery_tag:
+        found.append(message.body)
+    return found
+
+
+def kinds(failures: Sequence[BaseException | None]) -> list[str]:
+    return [type(failure).__name__ for failure in failures]
+
+
+async def test_they_arrive_in_order_the_large_among_the_small(
+    raw: aiormq.Channel, queue: str
+) -> None:
+    frame: int = raw.max_content_size
+    sizes = [1, 0, LARGE, 5, frame - 1, frame, frame + 1, 3 * frame, *[700] * 200, 2]
+    sent = [bytes([at % 256]) * size for at, size in enumerate(sizes)]
+    messages = [outgoing(queue, at, body) for at, body in enumerate(sent)]
+    assert await publish_together(raw, messages) == [None] * len(sent)
+    assert await bodies(raw, queue) == sent
+    assert raw.delivery_tag == len(sent)
+    assert not raw.confirmations
+    assert not raw.message_id_delivery_tag
+
+
+async def test_what_is_returned_or_cannot_be_carried_is_alone_in_that(
+    raw: aiormq.Channel, queue: str
+) -> None:
+    failures = await publish_together(
+        raw,
+        [
+            outgoing(queue, 0, b"a"),
+            outgoing(f"{queue}-gone", 1),
+            outgoing(queue, 2, priority="high"),
+            outgoing("q" * 256, 3),
+            outgoing(queue, 4, b"b"),
+        ],
+    )
+    assert kinds(failures) == ["NoneType", "PublishError", "TypeError", "ValueError", "NoneType"]
+    assert await bodies(raw, queue) == [b"a", b"b"]
+
+
+async def test_on_a_closed_channel_all_are_told(raw: aiormq.Channel, queue: str) -> None:
+    other = await raw.connection.channel()
+    assert isinstance(other, aiormq.Channel)
+    await other.close()
+    failures = await publish_together(other, [outgoing(queue, at) for at in range(3)])
+    assert kinds(failures) == ["ChannelInvalidStateError"] * 3
+
+
+async def test_a_channel_that_is_closed_under_way_fails_what_it_has(
+    raw: aiormq.Channel, queue: str
+) -> None:
+    other = await raw.connection.channel()
+    assert isinstance(other, aiormq.Channel)
+    nowhere = Outgoing("t", f"{queue}-no-exchange", "t", Basic.Properties(message_id="t"), b"x")
+    failures = await publish_together(other, [nowhere, outgoing(queue, 1)])
+    assert kinds(failures) == ["ChannelNotFoundEntity"] * 2
+
+
+async def test_who_gives_up_before_the_write_leaves_the_numbers_right(
+    raw: aiormq.Channel, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full: asyncio.Queue[object] = asyncio.Queue(1)
+    full.put_nowait("something")
+    with monkeypatch.context() as patched:
+        patched.setattr(raw, "write_queue", full)
+        waiting = asyncio.ensure_future(publish_together(raw, [outgoing(queue, 1)] * 1))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert raw.delivery_tag == 0
+    assert not raw.confirmations
+    gone, there = await publish_together(
+        raw, [outgoing(f"{queue}-gone", 1), outgoing(queue, 2, b"b")]
+    )
+    assert isinstance(gone, aiormq.exceptions.PublishError)
+    assert there is None
+
+
+async def test_groups_that_are_given_up_leave_no_answer_for_the_next(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    for number in range(30):
+        ids = [f"c{number}-{at}" for at in range(5)]
+        sending = asyncio.ensure_future(backend.publish(name, [Envelope(id, b"x") for id in ids]))
+        for _ in range(number % 10):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+        again = [Envelope(id, b"x") for id in ids]
+        assert await backend.publish(name, again) == [Sent(id) for id in ids]
+
+
+async def test_a_driver_that_keeps_its_notes_elsewhere_sends_one_by_one(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert can_write_together(raw)
+    monkeypatch.setattr(together, "NOTES", (*together.NOTES, "something_new"))
+    assert not can_write_together(raw)
+    await declare(classic, name)
+    envelopes = [Envelope(f"m{at}", b"%d" % at) for at in range(20)]
+    assert await classic.publish(name, envelopes) == [Sent(item.id) for item in envelopes]
+    assert await bodies(raw, name) == [item.body for item in envelopes]
