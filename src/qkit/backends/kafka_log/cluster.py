@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from qkit.backends.kafka_log import driver
 from qkit.backends.kafka_log.connection import BACKEND, Address, translated
@@ -34,6 +35,8 @@ _SOON: Final = (
     errors.RequestTimedOutError,
     errors.KafkaStorageError,
 )
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
 PAUSE: Final = 0.02
 PING: Final = 1.5  # the health check asks every two seconds
 SILENCE: Final = 1.0
@@ -175,18 +178,13 @@ class Cluster:
     async def offsets(self, topic: str, which: int) -> dict[int, int]:
         """The first (``EARLIEST``) or the next (``LATEST``) offset of each partition."""
         async with translated("offsets", topic), asyncio.timeout(self._address.timeout):
-            while True:
-                try:
-                    return await self._offsets(topic, which)
-                except _SOON:
-                    if not await self.look(topic):
-                        raise not_found(topic, "offsets") from None
-                    await asyncio.sleep(PAUSE)
+            return await _once_ready(self._offsets, topic, which)
 
     async def _offsets(self, topic: str, which: int) -> dict[int, int]:
         described = (await self._describe([topic])).get(topic)
         if described is None:
-            raise errors.UnknownTopicOrPartitionError
+            self.forget(topic)
+            raise not_found(topic, "offsets")
         by_leader: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for partition, leader in described.leaders.items():
             by_leader[leader].append((partition, which))
@@ -213,13 +211,14 @@ class Cluster:
     async def groups(self) -> list[str]:
         """The ids of all consumer groups."""
         async with translated("groups"), asyncio.timeout(self._address.timeout):
-            found = await self._connected.list_consumer_groups()
+            found = await _once_ready(self._connected.list_consumer_groups)
         return sorted(str(group[0]) for group in found)
 
     async def members(self, group: str) -> int:
         """How many consumers a group has."""
         async with translated("groups"), asyncio.timeout(self._address.timeout):
-            for answer in await self._connected.describe_consumer_groups([group]):
+            describe = self._connected.describe_consumer_groups
+            for answer in await _once_ready(describe, [group]):
                 for item in answer.groups:
                     return len(item[5])
         return 0
@@ -240,14 +239,8 @@ class Cluster:
         if not wanted:
             return {}
         async with translated("offsets"), asyncio.timeout(self._address.timeout):
-            while True:
-                try:
-                    found = await self._connected.list_consumer_group_offsets(
-                        group, partitions=wanted
-                    )
-                    break
-                except _SOON:
-                    await asyncio.sleep(PAUSE)
+            ask = functools.partial(self._connected.list_consumer_group_offsets, partitions=wanted)
+            found = await _once_ready(ask, group)
         return {
             tp: Saved(saved.offset, saved.metadata or "")
             for tp, saved in found.items()
@@ -256,26 +249,27 @@ class Cluster:
 
     async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
-        partitions = [(partition, offset, "") for partition, offset in offsets.items()]
         async with translated("commit", topic), asyncio.timeout(self._address.timeout):
-            while True:
-                try:
-                    node = await self._connected.find_coordinator(group)
-                    answer = await self._ask(driver.commit_request(group, topic, partitions), node)
-                    for _, items in answer.topics:
-                        for _, code in items:
-                            if code:
-                                raise errors.for_code(code)
-                    return
-                except _SOON:
-                    await asyncio.sleep(PAUSE)
+            await _once_ready(self._commit, group, topic, offsets)
+
+    async def _commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        partitions = [(partition, offset, "") for partition, offset in offsets.items()]
+        node = await self._connected.find_coordinator(group)
+        answer = await self._ask(driver.commit_request(group, topic, partitions), node)
+        for _, items in answer.topics:
+            for _, code in items:
+                if code:
+                    raise errors.for_code(code)
 
     async def delete_groups(self, groups: list[str]) -> None:
         """Forget groups; one that still has members stays."""
         async with translated("delete"), asyncio.timeout(self._address.timeout):
             for group in groups:
-                node = await self._connected.find_coordinator(group)
-                await self._ask(driver.delete_groups_request([group]), node)
+                await _once_ready(self._delete_group, group)
+
+    async def _delete_group(self, group: str) -> None:
+        node = await self._connected.find_coordinator(group)
+        await self._ask(driver.delete_groups_request([group]), node)
 
     async def _ask(self, request: Any, node: int | None = None) -> Any:
         """Send a request to this broker, or to whichever answers."""
@@ -299,6 +293,15 @@ class Cluster:
             if asyncio.get_running_loop().time() - began >= SILENCE:
                 driver.disconnect(client, node)
             raise
+
+
+async def _once_ready(call: Callable[[*Arguments], Awaitable[R]], *arguments: *Arguments) -> R:
+    """The answer, as soon as the cluster no longer says "soon"; the caller sets the limit."""
+    while True:
+        try:
+            return await call(*arguments)
+        except _SOON:
+            await asyncio.sleep(PAUSE)
 
 
 class _Topic:
