@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -334,6 +335,7 @@ class _Ids:
         self._end = 0  # of the millisecond, in nanoseconds
         self._block = 0
         self._ids: Iterator[str] = iter(())
+        self._chances: Iterator[int] = iter(())  # many at once: the system is slow to be asked
 
     def next(self, time_ns: Callable[[], int] = time.time_ns) -> str:
         now = time_ns()
@@ -351,9 +353,11 @@ class _Ids:
         was set back, ids go on where they were.
         """
         with self._lock:
-            if not self._endings:
-                self._endings = [f"{number:03x}" for number in range(4096)]
-            chance = int.from_bytes(os.urandom(8))
+            chance = next(self._chances, None)
+            if chance is None:
+                self._endings = self._endings or [f"{number:03x}" for number in range(4096)]
+                self._chances = iter(array("Q", os.urandom(1024)))
+                chance = next(self._chances)
             if now >= self._end:
                 millisecond = now // 1_000_000
                 self._end = (millisecond + 1) * 1_000_000
