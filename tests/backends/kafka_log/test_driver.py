@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from typing import Any
 
 import pytest
@@ -58,7 +59,11 @@ async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
     for name in ("_coordinator", "_fetcher", "_client", "_group_id", "_closed"):
         assert hasattr(consumer, name)
     assert producer._sender.sender_task is None
-    assert producer._message_accumulator._closed is False
+    accumulator = producer._message_accumulator
+    assert accumulator._closed is False
+    assert accumulator._exception is None
+    assert not accumulator._batches
+    assert producer.client.cluster.partitions_for_topic("t") is None
     assert driver.generation_of(consumer) == -1
     assert not driver.has_ended(producer)
     for name in (
@@ -71,3 +76,23 @@ async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
     await driver.close_consumer(consumer)
     await driver.close_producer(producer, flush=0.0)
     await driver.close_admin(admin)
+
+
+async def test_a_batch_has_a_word_for_whoever_waits_who_may_go_away(kafka_url: str) -> None:
+    producer = driver.Producer(bootstrap_servers=kafka_url.removeprefix("kafka://"))
+    await producer.start()
+    try:
+        topic = f"k-{uuid.uuid4().hex[:10]}"
+        for number in range(3):  # the first has to ask for the topic, the next ones need not
+            batch = producer.create_batch()
+            first = batch.append(key=None, value=b"a", timestamp=None)
+            batch.append(key=None, value=b"b", timestamp=None)
+            batch.close()
+            future, answer = await driver.send_batch(producer, batch, first, topic, 0)
+            if number == 1:
+                answer.cancel()
+            else:
+                assert (await answer).offset == 2 * number
+            assert (await future).offset == 2 * number
+    finally:
+        await driver.close_producer(producer)

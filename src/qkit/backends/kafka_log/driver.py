@@ -199,17 +199,32 @@ async def _leave_group(client: Any, coordinator: Any) -> None:
         await _within(FORCED, client.send(coordinator.coordinator_id, request))
 
 
-async def send_batch(producer: Any, batch: Any, topic: str, partition: int) -> asyncio.Future[Any]:
-    """Hand a batch over; the future is the driver's own and must not be cancelled.
+async def send_batch(
+    producer: Any, batch: Any, first: Any, topic: str, partition: int
+) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+    """Hand a batch over; ``first`` is what the driver said of its first record.
 
-    What the driver gives away is a shield around it. A second one, ours, would come a few turns of
-    the loop too late for a sender that sends again at once.
+    Returns the driver's own word on the batch, which must not be cancelled, and the same word on
+    that record for whoever waits for it, who may go away. What the driver gives away is a shield
+    around the first; it and one of ours would come a few turns of the loop too late for a sender
+    that sends again at once.
     """
-    shield = await producer.send_batch(batch, topic, partition=partition)
-    shield.cancel()
-    waiting = producer._message_accumulator._batches[TopicPartition(topic, partition)]
-    future: asyncio.Future[Any] = waiting[-1].future
-    return future
+    accumulator, place = producer._message_accumulator, TopicPartition(topic, partition)
+    if (
+        partition in (producer.client.cluster.partitions_for_topic(topic) or ())
+        and not accumulator._batches.get(place)
+        and not accumulator._closed
+        and accumulator._exception is None
+    ):  # then this is all that the driver would do
+        waiting = accumulator._append_batch(batch, place)
+    else:
+        shield = await producer.send_batch(batch, topic, partition=partition)
+        shield.cancel()
+        waiting = accumulator._batches[place][-1]
+    future: asyncio.Future[Any] = waiting.future
+    answer = future.get_loop().create_future()
+    waiting._msg_futures.append((answer, first))
+    return future, answer
 
 
 def has_ended(producer: Any) -> bool:

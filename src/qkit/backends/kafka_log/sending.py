@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import copy
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from qkit.backends.kafka_log import driver
@@ -52,19 +52,42 @@ class Placed(NamedTuple):
     log_start: int
 
 
+class _Pack:
+    """A batch of the driver's that is being filled, up to ``BATCH_BYTES``."""
+
+    __slots__ = ("batch", "first", "numbers")
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+        self.first: Any = None
+        self.numbers: list[int] = []
+
+    def add(self, number: int, record: Outgoing) -> bool:
+        """Whether there was room; a record that is larger than a batch has one for itself."""
+        key, value, headers, _ = record
+        placed = self.batch.append(key=key, value=value, timestamp=None, headers=headers)
+        if placed is None:
+            return False
+        self.numbers.append(number)
+        if self.first is None:
+            self.first = placed
+        return True
+
+
 class _Batch(NamedTuple):
     """Records that the driver has, by their numbers, and its word on them."""
 
     partition: int
     numbers: list[int]
-    future: asyncio.Future[Any]
+    answer: asyncio.Future[Any]
 
 
 class _Flight(NamedTuple):
-    """A batch on its way: where to, since when."""
+    """A batch on its way: where to, since when, and for whom."""
 
     topic: str
     since: float
+    answer: asyncio.Future[Any]
 
 
 class Sending:
@@ -90,6 +113,7 @@ class Sending:
         if not records:
             return []
         partitions = await self._cluster.partitions(topic, operation)
+        results: list[Placed | QueueError] = [_LOST] * len(records)
         batches: list[_Batch] = []
         producer = self._producer
         try:
@@ -97,24 +121,22 @@ class Sending:
                 producer = await self._make()
             await self._hand_over(producer, topic, partitions, records, batches)
             for batch in batches:
-                # Shielded: a sender that goes away leaves its batch under watch.
-                with contextlib.suppress(QueueError, *DRIVER_ERRORS):
-                    await asyncio.shield(batch.future)
+                outcome = await _outcome(batch, operation, topic)
+                if isinstance(outcome, QueueError):
+                    self._cluster.forget(topic)
+                    for number in batch.numbers:
+                        results[number] = outcome
+                else:
+                    partition, offset, log_start = outcome
+                    for at, number in enumerate(batch.numbers):
+                        results[number] = Placed(partition, offset + at, log_start)
         except DRIVER_ERRORS as error:  # a producer that refuses a batch refuses all that follow
+            _turn_away(batches)
             await self._retire(producer)
             raise error_of(error, operation, topic) from error
-        results: list[Placed | QueueError] = [_LOST] * len(records)
-        for batch in batches:
-            outcome = _outcome(batch, operation, topic)
-            if isinstance(outcome, QueueError):
-                self._cluster.forget(topic)
-                for number in batch.numbers:
-                    results[number] = outcome
-            else:
-                partition, offset, log_start = outcome
-                for number in batch.numbers:
-                    results[number] = Placed(partition, offset, log_start)
-                    offset += 1
+        except asyncio.CancelledError:
+            _turn_away(batches)
+            raise
         if driver.has_ended(producer):
             await self._retire(producer)
         return results
@@ -128,22 +150,35 @@ class Sending:
         batches: list[_Batch],
     ) -> None:
         """Give the records to the driver in batches by partition; adds each to ``batches``."""
-        by_partition: dict[int, list[int]] = {}
+        since = asyncio.get_running_loop().time()
+        packs: dict[int, _Pack] = {}
         for number, record in enumerate(records):
             partition = self._partition(topic, partitions, record)
-            by_partition.setdefault(partition, []).append(number)
-        flights = self._on_way[producer]
-        since = asyncio.get_running_loop().time()
-        for partition, numbers in by_partition.items():
-            for chosen, batch in _packed(producer, records, numbers):
-                future = await driver.send_batch(producer, batch, topic, partition)
-                flights[future] = _Flight(topic, since)
-                future.add_done_callback(functools.partial(_land, flights))
-                batches.append(_Batch(partition, chosen, future))
-                if producer not in self._on_way:  # it was given up in between
-                    future.set_exception(_given_up())
+            pack = packs.get(partition)
+            if pack is not None and pack.add(number, record):
+                continue
+            if pack is not None:  # full
+                batches.append(await self._launch(producer, topic, partition, pack, since))
+            pack = packs[partition] = _Pack(producer.create_batch())
+            pack.add(number, record)
+        for partition, pack in packs.items():
+            batches.append(await self._launch(producer, topic, partition, pack, since))
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
+
+    async def _launch(
+        self, producer: Any, topic: str, partition: int, pack: _Pack, since: float
+    ) -> _Batch:
+        pack.batch.close()
+        future, answer = await driver.send_batch(producer, pack.batch, pack.first, topic, partition)
+        flight = _Flight(topic, since, answer)
+        flights = self._on_way.get(producer)
+        if flights is None:  # it was given up in between
+            _give_up(future, flight, _given_up())
+        else:  # a sender that goes away leaves its batch under watch
+            flights[future] = flight
+            future.add_done_callback(flights.pop)
+        return _Batch(partition, pack.numbers, answer)
 
     def _partition(self, topic: str, partitions: int, record: Outgoing) -> int:
         if record.partition is not None:
@@ -231,12 +266,11 @@ class Sending:
             others = set(flights) - set(spare)
         if others:
             await asyncio.wait(others, timeout=FLUSH)
-        pending = [future for future in flights if not future.done()]
+        pending = [item for item in flights.items() if not item[0].done()]
         await driver.close_producer(producer, flush=0.0)
-        for future in pending:
-            if not future.done():
-                mine = spare is None or future in spare
-                future.set_exception(copy.copy(error) if error and mine else _given_up())
+        for future, flight in pending:
+            mine = spare is None or future in spare
+            _give_up(future, flight, error if error and mine else _given_up())
 
     async def aclose(self) -> None:
         """Wait for what is on its way, and disconnect."""
@@ -249,26 +283,10 @@ class Sending:
             await end_tasks([self._watching])
 
 
-def _packed(
-    producer: Any, records: Sequence[Outgoing], numbers: list[int]
-) -> Iterable[tuple[list[int], Any]]:
-    """Batches of at most ``BATCH_BYTES``; a larger record has one for itself."""
-    batch, chosen = producer.create_batch(), list[int]()
-    for number in numbers:
-        key, value, headers, _ = records[number]
-        if batch.append(key=key, value=value, timestamp=None, headers=headers) is None:
-            batch.close()
-            yield chosen, batch
-            batch, chosen = producer.create_batch(), []
-            batch.append(key=key, value=value, timestamp=None, headers=headers)
-        chosen.append(number)
-    batch.close()
-    yield chosen, batch
-
-
-def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:
+async def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:
+    """Where the first record of a batch is, or why it is not there."""
     try:
-        found = batch.future.result()
+        found = await batch.answer
     except QueueError as error:
         return error
     except DRIVER_ERRORS as error:
@@ -277,10 +295,18 @@ def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:
     return Placed(batch.partition, found.offset, max(0, found.log_start_offset or 0))
 
 
-def _land(flights: dict[asyncio.Future[Any], _Flight], future: asyncio.Future[Any]) -> None:
-    flights.pop(future, None)
-    if not future.cancelled():
-        future.exception()  # perhaps nobody asks for it any more
+def _turn_away(batches: list[_Batch]) -> None:
+    """Nobody waits for the answers any more; the batches stay under watch."""
+    for batch in batches:
+        if not batch.answer.cancel() and not batch.answer.cancelled():
+            batch.answer.exception()  # else asyncio would complain that nobody looked
+
+
+def _give_up(future: asyncio.Future[Any], flight: _Flight, error: QueueError) -> None:
+    for waited in (future, flight.answer):
+        if not waited.done():
+            waited.set_exception(copy.copy(error))
+    future.exception()  # the answer is for whoever waits, this one for nobody
 
 
 def _given_up() -> SendTimeout:
