@@ -85,7 +85,9 @@ class Scope:
 
 
 class Deadline(Scope):
-    """A scope of the running task that expires when its time is up.
+    """A scope of the running task that expires when its time is up, counted from its making.
+
+    ``end`` is what ``deadlines.end()`` has just said, for whoever knows it already.
 
     >>> async def main() -> None:
     ...     try:
@@ -99,8 +101,9 @@ class Deadline(Scope):
 
     __slots__ = ("_deadlines", "end")
 
-    def __init__(self, deadlines: Deadlines) -> None:
+    def __init__(self, deadlines: Deadlines, end: float | None = None) -> None:
         self.expired = False
+        self.end = deadlines.end() if end is None else end
         self._deadlines = deadlines
 
     def __enter__(self) -> Self:
@@ -111,7 +114,6 @@ class Deadline(Scope):
         assert task is not None, "a deadline cancels its task, so there must be one"
         self._task = task
         self._cancelling = task.cancelling()
-        self.end = deadlines.end()
         deadlines.open[self] = None
         if deadlines.timer is None:
             deadlines.arm()

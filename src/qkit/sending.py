@@ -223,7 +223,7 @@ class _Outbox:
         """
         if not self._busy:
             if deadline is None:
-                return self._send_in_time(envelopes)
+                return self._send_in_time(envelopes, end)
             return self._send_alone(envelopes, deadline)
         self._sender.breaker.check()
         # A sender that only waits needs no deadline of its own, which costs as much as all the
@@ -235,8 +235,8 @@ class _Outbox:
             self._watch = loop.call_at(end, self._give_up)
         return future
 
-    async def _send_in_time(self, envelopes: Sequence[Envelope]) -> list[Sent]:
-        deadline = Deadline(self._sender.deadlines)
+    async def _send_in_time(self, envelopes: Sequence[Envelope], end: float) -> list[Sent]:
+        deadline = Deadline(self._sender.deadlines, end)
         try:
             with deadline:
                 return await self._send_alone(envelopes, deadline)
