@@ -441,7 +441,7 @@ class Engine:
         if channel is None:
             self._own_loop()  # a closed engine says so
             raise QueueNotFound(
-                f"no queue {name!r}: it is made by its first send, or by a consumer",
+                f"no queue {name!r}: create it first; a service does that by itself",
                 backend="native",
                 operation=operation,
                 queue=name,
