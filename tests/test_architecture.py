@@ -28,7 +28,7 @@ ORDER = [
     ["session"],
     ["consumer", "outgoing", "sending", "dead_letters", "signals", "opening"],
     ["producer"],
-    ["administration"],
+    ["administration", "crew", "monitor"],
     ["service"],
     ["sync", "asyncapi", "lookup"],
     ["__init__"],

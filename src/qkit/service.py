@@ -6,11 +6,7 @@ The only module that knows both the policies and the backends.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import os
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal, Self, TypeVar, Unpack, cast, overload
@@ -22,15 +18,14 @@ from qkit.backend import (
     DeadLetterSource,
     DroppedLetterSource,
     QueueStats,
-    SubscriptionSpec,
 )
 from qkit.breaker import CircuitBreaker
 from qkit.channels import Channel, Middleware, name_of
 from qkit.clock import Clock, SystemClock
 from qkit.config import Settings
-from qkit.consumer import Consumer
+from qkit.crew import Crew
 from qkit.dead_letters import DeadLetters
-from qkit.errors import ConfigError, LifecycleError, QueueNotFound
+from qkit.errors import ConfigError, LifecycleError
 from qkit.events import (
     DeadLettered,
     EventName,
@@ -40,10 +35,10 @@ from qkit.events import (
     ShutDown,
     StateChanged,
 )
-from qkit.executor import Executor
 from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
 from qkit.logs import logger
 from qkit.message import DeadLetter, Message, Sent
+from qkit.monitor import Monitor
 from qkit.opening import open_backend
 from qkit.outgoing import SendOptions
 from qkit.producer import Producer
@@ -51,9 +46,8 @@ from qkit.registry import Handler, Registry
 from qkit.retry import Backoff
 from qkit.routes import Route, Routes
 from qkit.sending import Sender
-from qkit.settlement import Settlement, record_death
+from qkit.settlement import record_death
 from qkit.signals import catch
-from qkit.tasks import end_tasks
 from qkit.telemetry import Telemetry
 from qkit.threads import HandlerThreads
 
@@ -62,10 +56,8 @@ __all__ = ["QueueService"]
 T = TypeVar("T")
 State = Literal["new", "starting", "running", "stopping", "closed"]
 
-PING_EVERY = 2.0
 STALLED = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
 CLOSE_TIMEOUT = 5.0
-FOREVER = float("inf")
 
 
 class QueueService:
@@ -115,9 +107,6 @@ class QueueService:
         self._events = Events()
         self._threads = HandlerThreads()
         self._state: State = "new"
-        self._consumers: dict[Consumer, asyncio.Task[None]] = {}
-        self._monitor: asyncio.Task[None] | None = None
-        self._turned_at: float | None = None  # when the monitor last had its turn
         self._recurs = True  # pings and lease renewals
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
@@ -162,6 +151,18 @@ class QueueService:
         )
         self._administration = Administration(
             backend, settings=self.settings, routes=self._routes, producer=self._producer
+        )
+        self._monitor = Monitor(backend, self._connection, clock)
+        self._crew = Crew(
+            backend,
+            settings=self.settings,
+            clock=clock,
+            routes=self._routes,
+            producer=self._producer,
+            connection=self._connection,
+            events=self._events,
+            telemetry=self._telemetry,
+            threads=self._threads,
         )
 
     def rewire(self, backend: Backend, clock: Clock, watch: Callable[[Handler], Handler]) -> None:
@@ -250,7 +251,7 @@ class QueueService:
                 await self._open(planned)
             except BaseException as error:
                 self._connection.failed(error)
-                await self._close_consumers()
+                await self._dismiss()
                 await self._close_backend()
                 for route in self._routes.known():
                     route.declared = False
@@ -287,77 +288,10 @@ class QueueService:
             await self._producer.declare(route)
         self._state = "running"  # from here on handlers may run, and they may send
         for route, handler in planned:
-            consumer = self._consumer(route, handler)
-            self._consumers[consumer] = asyncio.create_task(
-                consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
-            )
+            self._crew.hire(route, handler, renews=self._recurs)
         if self._recurs:
-            self._monitor = asyncio.create_task(self._watch(PING_EVERY), name="qkit monitor")
-        with contextlib.suppress(TimeoutError):  # a consumer that is late goes on trying
-            async with asyncio.timeout(self.settings.send_timeout):
-                for consumer in self._consumers:
-                    await consumer.ready.wait()
-        for consumer in self._consumers:
-            if consumer.refused is not None:
-                raise consumer.refused
-
-    def _consumer(self, route: Route, handler: Handler) -> Consumer:
-        lease = route.ack_deadline
-        consumer_name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
-        settlement = Settlement(
-            channel=route.name,
-            group=handler.group,
-            consumer=consumer_name,
-            broadcast=route.broadcast,
-            write=self._writer(route),
-            ordered=route.ordered,
-            can_delay=bool(self._backend.capabilities.delay),
-            timeout=self.settings.send_timeout,
-            counters=route.counters,
-            events=self._events,
-            connection=self._connection,
-            clock=self._clock,
-        )
-        executor = Executor(
-            handler,
-            codec=self._routes.codec(handler.body_type),
-            policy=route.policy,
-            middleware=route.middleware,
-            telemetry=self._telemetry,
-            threads=self._threads,
-            clock=self._clock,
-            max_bytes=self.settings.max_message_bytes,
-            on_retry=settlement.retrying,
-        )
-        return Consumer(
-            backend=self._backend,
-            declare=functools.partial(self._producer.declare_again, route),
-            spec=SubscriptionSpec(
-                queue=route.queue,
-                group=handler.group,
-                consumer=consumer_name,
-                prefetch=self._routes.prefetch(route, handler),
-                broadcast=route.broadcast,
-                ack_deadline=lease if self._recurs else FOREVER,
-            ),
-            executor=executor,
-            settlement=settlement,
-            counters=route.counters,
-            connection=self._connection,
-            clock=self._clock,
-            ordered=route.ordered,
-            lease=lease if self._recurs else None,
-        )
-
-    def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
-        letters = route.dead_letter
-        if letters is None:
-            return None
-
-        async def write(letter: DeadLetter) -> None:
-            await self._producer.carry(route, letters.name, [letter.to_envelope()])
-
-        return write
+            self._monitor.start()
+        await self._crew.wait_ready(self.settings.send_timeout)
 
     async def run(self) -> None:
         """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed.
@@ -424,10 +358,10 @@ class QueueService:
                 return
             self._state = "stopping"  # readiness is false from here on
             self._connection.move(ConnectionState.CLOSING)
-            abandoned = await self._drain(
-                self.settings.shutdown.timeout if timeout is None else timeout
-            )
-            await self._close_consumers()
+            if timeout is None:
+                timeout = self.settings.shutdown.timeout
+            abandoned = await self._crew.drain(timeout, self._force)
+            await self._dismiss()
             await self._sender.drain()
             self._threads.close()
             await self._close_backend()
@@ -437,52 +371,9 @@ class QueueService:
             self._events.emit(ShutDown(abandoned))
             await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)
 
-    async def _drain(self, timeout: float) -> int:
-        """Stop fetching, wait for handlers up to the deadline, cancel the rest; how many."""
-        for consumer in self._consumers:
-            consumer.stop()
-        working = set(self._consumers.values())
-        force = asyncio.ensure_future(self._force.wait())
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout
-        while working and not force.done() and (left := deadline - loop.time()) > 0:
-            done, _ = await asyncio.wait(
-                {*working, force}, timeout=left, return_when=asyncio.FIRST_COMPLETED
-            )
-            working -= done
-        force.cancel()
-        abandoned = sum(consumer.abandon() for consumer in self._consumers)
-        if abandoned:
-            logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
-        return abandoned
-
-    async def _close_consumers(self) -> None:
-        """Wait for consumers to give back what they hold; cancel one that does not come to it."""
-        tasks = set(self._consumers.values())
-        if self._monitor is not None:
-            await end_tasks([self._monitor])
-            self._turned_at = None
-        for consumer in self._consumers:
-            consumer.stop()
-            consumer.abandon()
-        loop = asyncio.get_running_loop()
-        patience = loop.time() + (0.0 if self._force.is_set() else self.settings.send_timeout)
-        rounds = 3
-        while tasks and rounds:
-            _, tasks = await asyncio.wait(tasks, timeout=1.0)
-            settling = any(consumer.settling for consumer in self._consumers)
-            if settling and loop.time() < patience:
-                continue  # handlers are done; what they did is still being acknowledged
-            rounds -= 1
-            for task in tasks:
-                task.cancel()
-        for task in tasks:
-            logger.error(
-                "%s: its handler ignores cancellation and is left behind; it keeps the process "
-                "alive until it ends",
-                task.get_name(),
-            )
-        self._consumers.clear()
+    async def _dismiss(self) -> None:
+        await self._monitor.stop()
+        await self._crew.dismiss(0.0 if self._force.is_set() else self.settings.send_timeout)
 
     async def _close_backend(self) -> None:
         """Close it, whatever it says to that: nothing is left that could depend on it."""
@@ -571,25 +462,15 @@ class QueueService:
 
     def pause(self, channel: Channel[T] | str) -> None:
         """Start no more handlers of a channel until ``resume``; running ones go on."""
-        for consumer in self._consumers_of(name_of(channel), "pause"):
+        self._require("pause", "running")
+        for consumer in self._crew.of(name_of(channel), "pause"):
             consumer.pause()
 
     def resume(self, channel: Channel[T] | str) -> None:
         """Consume a channel again, also one that rests because a dependency was unavailable."""
-        for consumer in self._consumers_of(name_of(channel), "resume"):
+        self._require("resume", "running")
+        for consumer in self._crew.of(name_of(channel), "resume"):
             consumer.resume()
-
-    def _consumers_of(self, channel: str, operation: str) -> list[Consumer]:
-        self._require(operation, "running")
-        found = [consumer for consumer in self._consumers if consumer.channel == channel]
-        if not found:
-            raise QueueNotFound(
-                f"this service does not consume {channel!r}; it consumes "
-                f"{', '.join(sorted({item.channel for item in self._consumers})) or 'nothing'}",
-                operation=operation,
-                queue=channel,
-            )
-        return found
 
     # -- watching ----------------------------------------------------------------------------
 
@@ -618,16 +499,12 @@ class QueueService:
 
         May be asked from another thread, which hears of a blocked event loop too.
         """
-        tasks = list(self._consumers.items())  # another thread may ask while it changes
-        consumers = [consumer.health() for consumer, _ in tasks]
-        alive = not any(task.done() for _, task in tasks) and not any(
-            consumer.state in ("reconnecting", "starting") for consumer in consumers
-        )
+        consumers, working = self._crew.health()
         connected = self._connection.state is ConnectionState.CONNECTED
-        still = 0.0 if self._turned_at is None else self._clock.monotonic() - self._turned_at
+        still = self._monitor.still_for
         turning = still < STALLED
         serving = self._state == "running" and not self.stopping
-        well = serving and connected and alive and turning
+        well = serving and connected and working and turning
         return Health(
             status="healthy" if well else "unhealthy",
             connection_state=self._connection.state,
@@ -644,20 +521,6 @@ class QueueService:
     def metrics(self) -> Metrics:
         """The counters, together and for each channel."""
         return self._counters.snapshot()
-
-    async def _watch(self, every: float) -> None:
-        """Ask the broker now and then, so that health is true also while nothing is sent."""
-        while True:
-            self._turned_at = self._clock.monotonic()
-            await asyncio.sleep(every)
-            self._turned_at = self._clock.monotonic()
-            try:
-                async with asyncio.timeout(every):
-                    await self._backend.ping()
-            except Exception as error:  # whatever it is, the watch must go on
-                self._connection.failed(error)
-            else:
-                self._connection.worked()
 
     def _died_in_backend(self, letter: DeadLetter) -> None:
         """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
