@@ -131,7 +131,7 @@ class TestDeclare:
     async def test_the_balance_is_the_engines(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="orders", balance="least_busy"))
         await backend.declare(QueueSpec(name="orders"))
-        assert backend._engine.channel("orders", "test").config.balance == "least_busy"
+        assert backend._engine.catalogue.find("orders", "test").config.balance == "least_busy"
 
     @pytest.mark.parametrize(
         ("first", "second"),

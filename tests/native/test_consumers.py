@@ -55,7 +55,7 @@ async def passes(count: int = 5) -> None:
 
 
 def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> QueueActor:
-    return engine.queue(queue, "test", group)
+    return engine.catalogue.queue(queue, "test", group)
 
 
 def assert_nothing_left(actor: QueueActor) -> None:
@@ -618,7 +618,7 @@ class TestWaitingForRoom:
     )
     async def test_it_is_woken_by_whatever_makes_room(self, either: Engine, how: str) -> None:
         config = QueueConfig(max_depth=1, max_deliveries=1, ack_deadline=5, dead_letter="tasks_dlq")
-        either.declare("tasks", config, insisted={"max_deliveries"})
+        either.catalogue.declare("tasks", config, insisted={"max_deliveries"})
         await either.publish("tasks", b"old", message_id="old", ttl=5 if how == "expiry" else None)
         held = None
         if how in ("ack", "dead letter", "last lease"):
@@ -634,9 +634,9 @@ class TestWaitingForRoom:
         elif how == "remove":
             assert await either.remove("tasks", ["old"]) == 1
         elif how == "limit":
-            either.declare("tasks", replace(config, max_depth=2), {"max_depth"})
+            either.catalogue.declare("tasks", replace(config, max_depth=2), {"max_depth"})
         elif how == "drop oldest":
-            either.declare("tasks", replace(config, drop_oldest=True), {"drop_oldest"})
+            either.catalogue.declare("tasks", replace(config, drop_oldest=True), {"drop_oldest"})
         else:
             await asyncio.sleep(5)
         await passes()

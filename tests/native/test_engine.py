@@ -333,7 +333,7 @@ class TestParkedConsumers:
         await engine.create("tasks")
         tasks = [asyncio.create_task(take(engine, timeout=None)) for _ in range(3)]
         await asyncio.sleep(0)
-        actor = engine.queue("tasks", "test")
+        actor = engine.catalogue.queue("tasks", "test")
         for n in range(3):  # three messages appear with only one wake-up given
             actor.state.put(0.0, str(n), b"x")
         actor.wake()
@@ -363,7 +363,7 @@ class TestParkedConsumers:
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-        assert not engine.queue("tasks", "test")._waiters.places
+        assert not engine.catalogue.queue("tasks", "test")._waiters.places
 
     @pytest.mark.parametrize("how", ["delete", "close"])
     async def test_they_are_let_go_when_the_queue_is(self, engine: Engine, how: str) -> None:
@@ -512,7 +512,7 @@ class TestLife:
 
     async def test_what_is_not_awaited_is_for_its_own_loop(self, engine: Engine) -> None:
         async def declare() -> None:
-            engine.declare("tasks", QueueConfig())
+            engine.catalogue.declare("tasks", QueueConfig())
 
         with pytest.raises(LifecycleError, match="another event loop"):
             await asyncio.to_thread(asyncio.run, declare())
@@ -522,7 +522,7 @@ class TestLife:
         await engine.publish("tasks", b"x", delay=5)
         await engine.publish("tasks", b"y")
         delivery = await take(engine)
-        actor = engine.queue("tasks", "test")
+        actor = engine.catalogue.queue("tasks", "test")
         await engine.aclose()
         assert actor._timer is None
         await delivery.nack()  # harmless, and arms nothing

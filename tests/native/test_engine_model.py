@@ -485,12 +485,12 @@ class EngineModel(RuleBasedStateMachine):
         journal = self.engine.storage.journal
         assert journal.held == sum(
             len(message.body)
-            for actor in self.engine._all_actors()
+            for actor in self.engine.catalogue.all_actors()
             for message in actor.state.everything()
             if message.body is not None
         )
         assert sum(segment.live for segment in journal.index) == messages
-        assert all(isinstance(actor, DurableActor) for actor in self.engine._all_actors())
+        assert all(isinstance(actor, DurableActor) for actor in self.engine.catalogue.all_actors())
 
 
 ORDINARY = settings(

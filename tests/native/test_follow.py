@@ -67,8 +67,8 @@ async def test_one_channel_is_followed_in_steps_whatever_became_of_its_messages(
 async def test_topics_dead_letters_and_headers_are_followed(tmp_path: Path) -> None:
     async with await Engine.open(tmp_path) as engine:
         await engine.create("prices", broadcast=True)
-        engine.queue("prices", "test", "a")
-        engine.queue("prices", "test", "b")
+        engine.catalogue.queue("prices", "test", "a")
+        engine.catalogue.queue("prices", "test", "b")
         await engine.publish("prices", b"tick", headers={"tenant": "acme"}, key="k")
         await engine.create("orders", max_retries=0)
         await engine.publish("orders", b"bad")
@@ -89,7 +89,7 @@ async def test_a_bulk_file_counts_from_its_end_on_and_one_that_was_cut_short_nev
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
         await engine.publish("orders", b"before")
-        actor = engine.queue("orders", "test")
+        actor = engine.catalogue.queue("orders", "test")
         bulk(tmp_path, "load-1", b"one", b"two")
         commit(tmp_path, "load-1")
 

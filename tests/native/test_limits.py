@@ -28,8 +28,8 @@ from qkit.errors import (
 )
 from qkit.health import MAX_CHANNELS, Counters
 from qkit.native import Engine
+from qkit.native.catalogue import MAX_QUEUES
 from qkit.native.encode import encode_declare, encode_publish
-from qkit.native.engine import MAX_QUEUES
 from qkit.native.inbox import BulkWriter, commit
 from tests.support.engines import open_engine, view
 
@@ -418,7 +418,7 @@ async def test_a_hundred_thousand_queues(tmp_path):
         for number in range(MAX_QUEUES, 100_000):
             with pytest.raises(ConfigError):
                 await engine.create(f"queue-{number}")
-        assert engine.queues_refused == 100_000 - MAX_QUEUES
+        assert engine.catalogue.refused == 100_000 - MAX_QUEUES
         await engine.storage.tidy()
     async with await Engine.open(tmp_path) as engine:
         assert len(await engine.list()) == MAX_QUEUES
@@ -434,13 +434,13 @@ def test_the_labels_of_metrics_are_bounded():
 
 
 async def test_queues_are_capped_and_those_refused_counted(monkeypatch):
-    monkeypatch.setattr("qkit.native.engine.MAX_QUEUES", 50)
+    monkeypatch.setattr("qkit.native.catalogue.MAX_QUEUES", 50)
     async with Engine() as engine:
         for number in range(100):
             with contextlib.suppress(ConfigError):
                 await engine.create(f"q{number}")
         assert len(await engine.list()) == 50
-        assert engine.queues_refused == 50
+        assert engine.catalogue.refused == 50
         with pytest.raises(ConfigError, match="takes no more: delete some"):
             await engine.create("another")
         await engine.create("q1")  # that there is already
@@ -463,7 +463,7 @@ async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(mo
 
 
 async def test_a_message_that_dies_when_there_are_too_many_queues_is_kept(monkeypatch):
-    monkeypatch.setattr("qkit.native.engine.MAX_QUEUES", 1)
+    monkeypatch.setattr("qkit.native.catalogue.MAX_QUEUES", 1)
     async with Engine() as engine:
         await engine.create("orders")
         await engine.publish("orders", b"1")

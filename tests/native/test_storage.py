@@ -25,7 +25,7 @@ async def opened(disk: SimulatedDisk, clock: VirtualClock, **options: object) ->
 
 async def contents(engine: Engine) -> dict[str, list[Envelope]]:
     """Everything that is in the engine, as it would be after a restart."""
-    for actor in engine._all_actors():
+    for actor in engine.catalogue.all_actors():
         for message in list(actor.state.held()):
             actor.release(message.state)
     return {

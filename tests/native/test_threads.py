@@ -47,7 +47,7 @@ async def elsewhere(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def in_flight(engine: Engine, queue: str = "tasks") -> int:
-    return engine.queue(queue, "test").state.in_flight
+    return engine.catalogue.queue(queue, "test").state.in_flight
 
 
 class TestCalls:
@@ -149,7 +149,7 @@ class TestCalls:
 
     async def test_a_waiting_consume_is_served(self, engine: Engine) -> None:
         waiting = asyncio.create_task(elsewhere(engine.consume("tasks", 10)))
-        await until(lambda: engine.queue("tasks", "test").consumers == 1)
+        await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await engine.publish("tasks", b"x")
         delivery = await waiting
         assert delivery is not None
@@ -210,7 +210,7 @@ class TestCancelled:
                 await asyncio.wait_for(engine.consume("tasks", None), 0.05)
 
         await elsewhere(give_up())
-        actor = engine.queue("tasks", "test")
+        actor = engine.catalogue.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
         assert not actor._waiters.places
         await engine.publish("tasks", b"x")
@@ -234,7 +234,7 @@ class TestCancelled:
 
         calling = asyncio.create_task(elsewhere(caller()))
         await asyncio.to_thread(asked.wait, 10)
-        await until(lambda: engine.queue("tasks", "test").consumers == 1)
+        await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await engine.publish("tasks", b"x")
         await until(lambda: in_flight(engine) == 1)
         await asyncio.sleep(0.05)  # the task is done, and its answer on its way
@@ -344,8 +344,8 @@ class TestClosed:
         await engine.publish("small", b"x")
         consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
         sending = asyncio.create_task(elsewhere(engine.publish("small", b"y", wait=None)))
-        await until(lambda: engine.queue("tasks", "test").consumers == 1)
-        await until(lambda: bool(engine.queue("small", "test")._seekers.places))
+        await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
+        await until(lambda: bool(engine.catalogue.queue("small", "test")._seekers.places))
         await engine.aclose()
         with pytest.raises(SubscriptionLost):
             await consuming
@@ -354,7 +354,7 @@ class TestClosed:
 
     async def test_closed_from_another_thread_by_two_at_once(self, engine: Engine) -> None:
         consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
-        await until(lambda: engine.queue("tasks", "test").consumers == 1)
+        await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await asyncio.gather(*(elsewhere(engine.aclose()) for _ in range(4)))
         assert engine.closed
         with pytest.raises(SubscriptionLost):

@@ -142,7 +142,7 @@ async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
         await asyncio.sleep(0)
         log = engine.storage.log
         log._running().owed = 1  # as after a refusal, before the next attempt
-        engine.queue("orders", "test").put(clock.monotonic(), "1", b"", seq=1)
+        engine.catalogue.queue("orders", "test").put(clock.monotonic(), "1", b"", seq=1)
         done, _ = await asyncio.wait(waiting, timeout=1)
         assert len(done) == 2
         assert all(isinstance(task.exception(), StorageError) for task in done)

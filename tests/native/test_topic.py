@@ -126,7 +126,7 @@ async def test_a_topic_needs_a_group_and_stays_a_topic(engine: Engine) -> None:
 
 async def test_new_limits_reach_every_group(engine: Engine) -> None:
     await join(engine, "a")
-    topic = engine.channel("prices", "test")
+    topic = engine.catalogue.find("prices", "test")
     topic.reconfigure(topic.config.__class__(broadcast=True, max_depth=1))
     await engine.publish("prices", b"x")
     with pytest.raises(QueueFull):

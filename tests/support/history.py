@@ -23,7 +23,7 @@ async def prepare(engine: Engine) -> None:
         await engine.create(queue)
     await engine.create("news", broadcast=True)
     for group in GROUPS:
-        engine.queue("news", "declare", group)
+        engine.catalogue.queue("news", "declare", group)
     await engine.written()
 
 

@@ -127,7 +127,7 @@ class NativeBackend:
         ``passive`` ``QueueNotFound`` when the queue does not exist.
         """
         if spec.passive:
-            self._engine.channel(spec.name, "declare")
+            self._engine.catalogue.find(spec.name, "declare")
             return
         if spec.replicas > 1:
             raise ConfigError(
@@ -157,17 +157,17 @@ class NativeBackend:
             drop_oldest=spec.drop_oldest,
             balance=_or(spec.balance, defaults.balance),
         )
-        self._engine.declare(spec.name, config, insisted)
+        self._engine.catalogue.declare(spec.name, config, insisted)
         await self._engine.written()
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        if self._engine.channel(queue, "publish").backlog >= TURN:
+        if self._engine.catalogue.find(queue, "publish").backlog >= TURN:
             # Nothing below waits for anything, so a loop of sends would starve its own consumers:
             # let them have a turn to fetch and one to work for as many as they usually take.
             for _ in range(2 * -(-len(envelopes) // TURN)):
                 await asyncio.sleep(0)
-        channel = self._engine.channel(queue, "publish")
+        channel = self._engine.catalogue.find(queue, "publish")
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []
@@ -211,7 +211,7 @@ class NativeBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[NativeSubscription, None]:
-        actor = self._engine.queue(spec.queue, "subscribe", spec.group)
+        actor = self._engine.catalogue.queue(spec.queue, "subscribe", spec.group)
         subscription = NativeSubscription(actor, spec, self._clock)
         await self._engine.written()  # of the group, if it is new
         actor.consumers += 1

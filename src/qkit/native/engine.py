@@ -1,6 +1,7 @@
 """The native engine: queues and topics inside this process, without a broker.
 
-It is the manager of the queues: it names them, moves dead letters between them and closes them.
+It is the manager of the queues, whose names are in ``catalogue.py``: it moves messages in and out,
+dead letters between them, and closes them.
 It belongs to the event loop that opened it, and whatever is awaited elsewhere is carried there: see
 ``threads.py``. With a directory it is durable: see ``journal.py`` and ``log.py``.
 """
@@ -13,24 +14,22 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, fields, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from qkit.backend import QueueStats
 from qkit.clock import Clock, SystemClock
 from qkit.errors import (
-    ConfigError,
     ConsumerNotFound,
     InvalidBody,
     LifecycleError,
     LogDamaged,
-    QueueNotFound,
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent, check_name, new_id
 from qkit.native.actor import QueueActor
+from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
 from qkit.native.consumers import DEFAULT_PREFETCH, Consumer, Consumers
 from qkit.native.dead import Dead
@@ -48,9 +47,6 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger("qkit.native")
 
-DEAD_LETTER_SUFFIX: Final = "_dlq"
-ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
-MAX_QUEUES: Final = 50_000
 RESTORED_AT_ONCE: Final = 1_000
 MEMORY_LIMIT: Final = 64 << 20
 
@@ -79,11 +75,10 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storage: Storage | None = None
         self._journal: Journal | None = None
-        self.queues_refused = 0  # because there were too many
         self._entered = False
         self._closed = False
-        self._channels: dict[str, QueueActor | Topic] = {}
-        self._insisted: dict[str, frozenset[str]] = {}  # the fields its declarations named
+        self.catalogue = Catalogue(self, self._own_loop)
+        self._channels = self.catalogue.channels
         self._callbacks: builtins.list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
 
@@ -129,30 +124,7 @@ class Engine:
         self._loop, self._storage, self._journal = loop, storage, storage.journal
         self.gate.open(loop)
         try:
-            for number, record in sorted(replay.queues.items()):
-                config = QueueConfig(**_known(record.config))
-                if record.group is not None:
-                    topic = self._channels.get(record.name)
-                    if isinstance(topic, Topic):
-                        topic.groups[record.group] = self._actor(
-                            record.name, topic.config, number, record.group
-                        )
-                elif config.broadcast:
-                    self._channels[record.name] = Topic(
-                        record.name, config, self._new_group, number
-                    )
-                else:
-                    self._channels[record.name] = self._actor(record.name, config, number)
-                # The declarations of this run decide what they want; only the kind is given.
-                self._insisted.setdefault(record.name, frozenset({"broadcast"}))
-            actors = {
-                actor.number: actor
-                for actor in self._all_actors()
-                if isinstance(actor, DurableActor)
-            }
-            for number in sorted(replay.assumed):
-                record = replay.queues[number]
-                storage.journal.declare(record.name, record.group, record.config, number)
+            actors = self.catalogue.restore(replay, storage.journal)
             if replay.orphans:
                 names = ", ".join(replay.orphans)
                 logger.warning("queues whose declaration was lost have new names: %s", names)
@@ -165,17 +137,10 @@ class Engine:
                     actor.restore(message)
             for actor in actors.values():
                 actor.resume()
-            storage.start(self._numbers, self.take_inbox)
+            storage.start(self.catalogue.numbers, self.take_inbox)
         except BaseException:
             await self.aclose()
             raise
-
-    def _numbers(self) -> set[int]:
-        """The numbers in the log of all queues, topics and groups that exist."""
-        topics = {item.number for item in self._channels.values() if isinstance(item, Topic)}
-        return topics | {
-            actor.number for actor in self._all_actors() if isinstance(actor, DurableActor)
-        }
 
     @property
     def running(self) -> bool:
@@ -230,22 +195,14 @@ class Engine:
         was_open, self._closed = self.gate.close(), True
         for channel in self._channels.values():
             channel.close("the engine was closed")
-        if self._storage is not None:
-            for actor in self._all_actors():
-                if isinstance(actor, DurableActor):
-                    actor.suspend()
+        for actor in self.catalogue.all_actors():
+            if isinstance(actor, DurableActor):
+                actor.suspend()
         self._channels.clear()
         if self._storage is not None:
             await self._storage.close()
         if was_open and self._loop is asyncio.get_running_loop():
             await self.gate.emptied()
-
-    def _all_actors(self) -> builtins.list[QueueActor]:
-        return [
-            actor
-            for channel in self._channels.values()
-            for actor in ([channel] if isinstance(channel, QueueActor) else channel.groups.values())
-        ]
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """The engine's loop, which must be the running one. Not asked for each message."""
@@ -299,7 +256,7 @@ class Engine:
             max_backoff=max_backoff,
             balance=balance,
         )
-        self.declare(name, config)
+        self.catalogue.declare(name, config)
         await self.written()
 
     @carried
@@ -310,100 +267,10 @@ class Engine:
             if written is not None:
                 await written
 
-    def declare(
-        self, name: str, config: QueueConfig, insisted: Collection[str] = ALL_FIELDS
-    ) -> None:
-        """Make sure that a queue exists with those fields of ``config`` that are insisted on.
-
-        The others are what it gets if nobody says otherwise. Raises ``ConfigError`` when two
-        declarations insist on different things. The name is taken as it is: a prefix or suffix
-        may have made it longer than a channel's name can be.
-        """
-        self._own_loop()
-        if config.dead_letter is not None and isinstance(
-            self._channels.get(config.dead_letter), Topic
-        ):
-            raise ConfigError(
-                f"{config.dead_letter!r} is a topic and cannot keep the dead letters of {name!r}",
-                backend="native",
-                operation="declare",
-                queue=name,
-            )
-        channel = self._channels.get(name)
-        if channel is None and len(self._channels) >= MAX_QUEUES and not config.drop_oldest:
-            # But for the queues of dead letters, which are as many as the others at most.
-            self.queues_refused += 1
-            raise ConfigError(
-                f"the engine has {MAX_QUEUES} queues and takes no more: delete some, and name "
-                "queues in the program, not in its data",
-                backend="native",
-                operation="declare",
-                queue=name,
-            )
-        if channel is None:
-            number = self._write_declaration(name, None, config)
-            self._channels[name] = (
-                Topic(name, config, self._new_group, number)
-                if config.broadcast
-                else self._actor(name, config, number)
-            )
-            self._insisted[name] = _with_kind(insisted)
-            return
-        for field in sorted({*insisted, "broadcast"} & self._insisted[name]):
-            new, old = getattr(config, field), getattr(channel.config, field)
-            if new != old:
-                raise ConfigError(
-                    f"{name!r} was declared with {field}={old!r} and now with {new!r}: declare "
-                    "it alike everywhere, or delete it first",
-                    backend="native",
-                    operation="declare",
-                    queue=name,
-                )
-        self._reconfigure(channel, **{field: getattr(config, field) for field in insisted})
-        self._insisted[name] |= frozenset(insisted)
-
-    def _reconfigure(self, channel: QueueActor | Topic, **changes: object) -> None:
-        config = replace(channel.config, **changes)  # type: ignore[arg-type]  # its own fields
-        if config != channel.config:
-            if self._journal is not None:
-                assert isinstance(channel, DurableActor | Topic)
-                self._journal.declare(channel.name, None, asdict(config), channel.number)
-            channel.reconfigure(config)
-
-    def _write_declaration(self, name: str, group: str | None, config: QueueConfig) -> int:
-        if self._journal is None:
-            return 0
-        return self._journal.declare(name, group, {} if group is not None else asdict(config))
-
-    def _actor(
-        self, name: str, config: QueueConfig, number: int, group: str | None = None
-    ) -> QueueActor:
-        loop, journal = self._loop, self._journal
-        assert loop is not None
-        if journal is None:
-            return QueueActor(name, config, manager=self, loop=loop, group=group)
-        return DurableActor(
-            name, config, manager=self, loop=loop, journal=journal, number=number, group=group
-        )
-
-    def _new_group(self, topic: Topic, group: str) -> QueueActor:
-        check_name(group, "group")
-        self._own_loop()
-        number = self._write_declaration(topic.name, group, topic.config)
-        return self._actor(topic.name, topic.config, number, group)
-
     @carried
     async def delete(self, name: str) -> None:
         """Delete a queue with all that is in it; its dead letters stay."""
-        channel = self.channel(name, "delete")
-        channel.close("the queue was deleted")
-        if self._journal is not None:
-            for actor in self._actors(name, "delete"):
-                assert isinstance(actor, DurableActor)
-                self._journal.delete(actor.number, actor.state.everything())
-            if isinstance(channel, Topic):
-                self._journal.delete(channel.number, ())
-        del self._channels[name], self._insisted[name]
+        self.catalogue.delete(name)
         await self.written()
 
     @carried
@@ -414,57 +281,26 @@ class Engine:
     @carried
     async def stats(self, name: str) -> QueueStats:
         """A queue's figures now; a topic's are the sums of its groups'."""
-        return self.channel(name, "stats").stats()
+        return self.catalogue.find(name, "stats").stats()
 
     @carried
     async def peek(self, name: str, limit: int = 1) -> builtins.list[Envelope]:
         """The next messages in order of delivery, delayed ones last; nothing is consumed."""
-        return self.channel(name, "peek").peek(limit)
+        return self.catalogue.find(name, "peek").peek(limit)
 
     @carried
     async def purge(self, name: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        removed = sum(actor.purge() for actor in self._actors(name, "purge"))
+        removed = sum(actor.purge() for actor in self.catalogue.actors(name, "purge"))
         await self.written()
         return removed
 
     @carried
     async def remove(self, name: str, ids: Collection[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
-        removed = sum(actor.remove(ids) for actor in self._actors(name, "remove"))
+        removed = sum(actor.remove(ids) for actor in self.catalogue.actors(name, "remove"))
         await self.written()
         return removed
-
-    def channel(self, name: str, operation: str) -> QueueActor | Topic:
-        """The queue or topic of that name, or ``QueueNotFound``."""
-        channel = self._channels.get(name)
-        if channel is None:
-            self._own_loop()  # a closed engine says so
-            raise QueueNotFound(
-                f"no queue {name!r}: create it first; a service does that by itself",
-                backend="native",
-                operation=operation,
-                queue=name,
-            )
-        return channel
-
-    def queue(self, name: str, operation: str, group: str | None = None) -> QueueActor:
-        """The queue of that name, or a group's share of the topic of that name."""
-        channel = self.channel(name, operation)
-        if isinstance(channel, QueueActor):
-            return channel
-        if group is None:
-            raise Unsupported(
-                f"{name!r} is a topic: name the group that consumes",
-                backend="native",
-                operation=operation,
-                queue=name,
-            )
-        return channel.group(group)
-
-    def _actors(self, name: str, operation: str) -> builtins.list[QueueActor]:
-        channel = self.channel(name, operation)
-        return [channel] if isinstance(channel, QueueActor) else [*channel.groups.values()]
 
     # Consumers
 
@@ -481,7 +317,7 @@ class Engine:
 
         Again changes its limit. On a topic, ``group`` says whose share it consumes.
         """
-        actor = self.queue(queue, "register", group)
+        actor = self.catalogue.queue(queue, "register", group)
         check_name(consumer, "consumer")
         if actor.members is None:
             actor.members = Consumers(queue, actor.state.busy)
@@ -494,7 +330,7 @@ class Engine:
 
         Raises ``ConsumerNotFound``, also in a ``consume`` that waits in its name.
         """
-        actor = self.queue(queue, "unregister", group)
+        actor = self.catalogue.queue(queue, "unregister", group)
         if actor.members is None:
             raise ConsumerNotFound(
                 f"no consumer {consumer!r} of this queue: register it first",
@@ -513,7 +349,7 @@ class Engine:
     async def consumers(self, queue: str) -> builtins.list[Consumer]:
         """The consumers of a queue, or of every group of a topic."""
         found: builtins.list[Consumer] = []
-        for actor in self._actors(queue, "consumers"):
+        for actor in self.catalogue.actors(queue, "consumers"):
             if actor.members is not None:
                 found += actor.members.listed(actor.group)
             found += [subscriber.listed() for subscriber in actor.subscribed]
@@ -526,20 +362,13 @@ class Engine:
         A running engine looks for them every second by itself. Queues that do not exist are
         created. Raises ``LogDamaged`` for a file that is not whole.
         """
-        return await self.storage.take_in(self._bulk_channel, self._admit)
+        return await self.storage.take_in(self.catalogue.of_bulk_file, self._admit)
 
     def _admit(self, messages: builtins.list[tuple[DurableActor, int, Publish]]) -> None:
         for actor, seq, message in messages:
             actor.take_in(seq, message)
         for actor in {actor for actor, _, _ in messages}:
             actor.resume()
-
-    def _bulk_channel(self, name: str, config: Mapping[str, object]) -> QueueActor | Topic:
-        check_name(name)
-        if name not in self._channels:
-            usual: dict[str, object] = {"dead_letter": name + DEAD_LETTER_SUFFIX}
-            self.declare(name, QueueConfig(**_known(usual | dict(config))), insisted=())
-        return self._channels[name]
 
     @carried
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
@@ -586,7 +415,7 @@ class Engine:
                     wait=wait,
                 )
             )
-        channel = self._channels.get(queue) or self.channel(queue, "publish")
+        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if not isinstance(body, bytes):
             raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
         if message_id is None:
@@ -686,7 +515,7 @@ class Engine:
             )
         actor = self._channels.get(queue)
         if not isinstance(actor, QueueActor):
-            actor = self.queue(queue, "consume", group)
+            actor = self.catalogue.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
         members = None if consumer is None else actor.registered(consumer)
         while members is None or consumer is None or members.room(consumer):
@@ -761,7 +590,7 @@ class Engine:
                 actor.state.dropped += 1
                 actor.forget((message,))
             else:
-                actor.bury(message, self._letter_queue(actor), letter.to_envelope())
+                actor.bury(message, self.catalogue.letters_of(actor), letter.to_envelope())
                 actor.state.dead_lettered += 1
             _tell(self._callbacks, letter)
 
@@ -773,23 +602,6 @@ class Engine:
         """A full dead-letter queue pushed these out."""
         for envelope in envelopes:
             _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
-
-    def _letter_queue(self, actor: QueueActor) -> QueueActor:
-        name = actor.config.dead_letter
-        assert name is not None
-        if name not in self._channels:
-            config = QueueConfig(
-                max_depth=actor.config.dead_letter_max_depth,
-                max_priority=actor.config.max_priority,
-                max_deliveries=None,
-                drop_oldest=True,
-            )
-            self.declare(name, config, insisted=())
-        target = self._channels[name]
-        assert isinstance(target, QueueActor)
-        if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
-            self._reconfigure(target, drop_oldest=True)
-        return target
 
     @carried
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
@@ -806,7 +618,7 @@ class Engine:
         Each keeps its id and starts at its first attempt. If the queue fills up, the rest stays
         where it is and ``QueueFull`` is raised.
         """
-        letters, channel = self._letters(name), self.channel(name, "retry")
+        letters, channel = self._letters(name), self.catalogue.find(name, "retry")
         done: builtins.list[str] = []
         try:
             for letter in await self.dead_letters(name):
@@ -836,7 +648,7 @@ class Engine:
         return purged
 
     def _letters(self, name: str) -> QueueActor | None:
-        target = self.channel(name, "dead_letters").config.dead_letter
+        target = self.catalogue.find(name, "dead_letters").config.dead_letter
         channel = self._channels.get(target) if target is not None else None
         return channel if isinstance(channel, QueueActor) else None
 
@@ -862,13 +674,3 @@ def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | 
     if delay is not None and ttl is not None and delay >= ttl:
         raise ValueError(f"delay={delay!r} is not shorter than ttl={ttl!r}: it could only expire")
     return (now + delay if delay else None), (now + ttl if ttl is not None else None)
-
-
-def _with_kind(insisted: Collection[str]) -> frozenset[str]:
-    """These fields, and the kind, on which everybody insists; one set for all who name them all."""
-    return ALL_FIELDS if insisted is ALL_FIELDS else frozenset({*insisted, "broadcast"})
-
-
-def _known(config: Mapping[str, object]) -> dict[str, Any]:
-    """The fields that this version knows: a later one may have written more."""
-    return {name: value for name, value in config.items() if name in ALL_FIELDS}

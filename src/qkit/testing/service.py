@@ -187,7 +187,7 @@ class TestService:
         settings = self.service.settings
         queue = settings.broker_name(settings.dead_letter_name(channel))
         try:
-            found = self._engine.queue(queue, "peek").peek(MANY)
+            found = self._engine.catalogue.queue(queue, "peek").peek(MANY)
         except QueueNotFound:
             return []
         return [replace(DeadLetter.from_envelope(item), channel=channel) for item in found]

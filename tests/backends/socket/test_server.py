@@ -218,7 +218,7 @@ async def test_deliveries_wait_for_a_client_that_does_not_read(owner: Any) -> No
 
 
 def slow_got(owner: Any) -> int:
-    return int(owner.engine.channel("q", "test").state.in_flight)
+    return int(owner.engine.catalogue.find("q", "test").state.in_flight)
 
 
 # The ends of clients
