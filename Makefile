@@ -49,8 +49,8 @@ types: setup ## mypy (strict) and pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-unit: setup ## The tests that need no broker
-	$(BIN)/python -m pytest -m "not broker and not torture"
+unit: setup ## The tests that need neither a broker nor Spark
+	$(BIN)/python -m pytest -m "not broker and not spark and not torture"
 
 torture: setup ## The long versions of the reliability tests
 	scripts/brokers run $(BIN)/python -m pytest -m torture --timeout 3600

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.requirements import SkippedProofs
 
 collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran
 
+SPARK = Path(__file__).parent / "spark"
 BROKER_FIXTURES = frozenset(
     {
         *("redis_url", "rabbitmq_url", "kafka_url"),
@@ -91,7 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test that asks for a broker is a broker test, also when its author forgot to say so."""
+    """What a test asks for it is a test of, also when its author forgot to say so."""
     for item in items:
         if BROKER_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.broker)
+        if item.path.is_relative_to(SPARK):
+            item.add_marker(pytest.mark.spark)

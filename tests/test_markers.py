@@ -18,12 +18,11 @@ def test_no_broker_is_asked_for_by_a_test_that_is_no_broker_test() -> None:
         str(path)
         for path in TESTS.rglob("test_*.py")
         if "getfixturevalue" in path.read_text() and path != Path(__file__)
-        if "spark" not in path.parts  # they need a Spark, and are chosen by their directory
     )
     found = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"),
-            *("-m", "not broker and not torture", *asking),
+            *("-m", "not broker and not spark and not torture", *asking),
         ],
         cwd=TESTS.parent, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
