@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from qkit.message import Envelope, new_id
 from qkit.native import Engine
 from qkit.spark.bodies import ids
 from qkit.spark.options import plan_of
+from tests.spark.channels import service_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -255,6 +257,33 @@ def test_a_stream_is_written_once_for_each_batch_also_when_spark_repeats_one(
     [found] = look(directory, "orders")
     assert sorted(json.loads(item.body)["id"] for item in found) == list(range(300))
     assert staged(directory) == []
+
+
+@pytest.mark.parametrize("options", ["redis", "rabbitmq", "kafka"], indirect=True)
+def test_a_stream_to_a_broker_loses_nothing_also_when_spark_repeats_a_batch(
+    spark: SparkSession, options: dict[str, str], tmp_path: Path
+) -> None:
+    source, checkpoint = str(tmp_path / "in"), tmp_path / "checkpoint"
+
+    def run(first: int) -> None:
+        spark.range(first, first + 200, 1, 2).write.mode("append").parquet(source)
+        stream = spark.readStream.schema("id long").parquet(source)
+        writer = stream.writeStream.format("qkit").options(**options)
+        query = (
+            writer.option("checkpointLocation", str(checkpoint)).trigger(availableNow=True).start()
+        )
+        assert query.awaitTermination(600)
+        assert query.exception() is None
+
+    run(0)
+    # As if the driver had been killed before Spark noted that the batch was done.
+    for done in (checkpoint / "commits").iterdir():
+        done.unlink()
+    run(200)
+    with service_of(options) as service:
+        found = service.peek(options["channel"], 2_000)
+    bodies = Counter(json.loads(message.body)["id"] for message in found)
+    assert bodies == {number: 2 if number < 200 else 1 for number in range(400)}
 
 
 def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_later(
