@@ -295,6 +295,24 @@ async def test_a_queue_whose_group_fell_into_a_black_hole_works_when_that_heals(
     assert await way.depth() == 2
 
 
+async def test_a_group_that_was_cut_off_is_let_go_at_its_deadline(way: Way) -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    way.backend.script("publish", gates[0], asyncio.CancelledError(), gates[1], BLACK_HOLE)
+    started = way.clock.monotonic()
+    first, *cut_off = [way.begin() for _ in range(3)]
+    await settle()
+    gates[0].set()
+    await first
+    await settle()
+    later, behind = way.begin(), way.begin()  # the next group does not take their place
+    await settle()
+    gates[1].set()
+    await later
+    for outcome in await asyncio.gather(*cut_off, behind, return_exceptions=True):
+        assert isinstance(outcome, SendTimeout)
+    assert way.clock.monotonic() - started == TIMEOUT
+
+
 async def test_a_declaration_is_under_the_same_deadline(way: Way) -> None:
     async def prepare() -> None:
         await asyncio.Event().wait()

@@ -266,6 +266,9 @@ class _Outbox:
                 # not the first alone and the others behind it.
                 await asyncio.sleep(0)
         finally:
+            # Cut off: whoever has no answer waits for the next group, in the old order.
+            self._waiting.extendleft(reversed(self._leaving))
+            self._leaving = []
             self._busy = False
             self.task = None
 
@@ -282,12 +285,12 @@ class _Outbox:
         except PartialSend as error:
             sent = error.results
         except Exception as error:
-            self._leaving = []
             _fail(group, self._sender.too_late() if deadline.expired else error)
+            self._leaving = []
             return
-        self._leaving = []
         self._sender.connection.carried()
         _share_out(group, sent)
+        self._leaving = []
 
     def _next_group(self) -> list[_Waiting]:
         group: list[_Waiting] = []
