@@ -353,10 +353,13 @@ async def test_an_outage_longer_than_the_deadline_says_what_failed(way: Way) -> 
     )
     way.backend.always("publish", down())
     started = way.clock.monotonic()
+    mine = envelope()
     with pytest.raises(SendTimeout, match=r"connection failed \d+ times, last: refused") as caught:
-        await way.send()
+        await way.sender.send("orders", [mine])
     assert way.clock.monotonic() - started == TIMEOUT
     assert isinstance(caught.value.cause, BackendUnavailable)
+    assert caught.value.cause.context == caught.value.context
+    assert caught.value.context["message_id"] == mine.id
 
 
 async def test_a_failed_declaration_is_tried_again(way: Way) -> None:

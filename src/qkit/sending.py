@@ -83,15 +83,10 @@ class Sender:
                 except CircuitOpen:
                     raise
                 except BackendUnavailable as error:
-                    self._note(queue, error, failures)
+                    self._note(queue, envelopes, error, failures)
             return await self._persist(outbox, envelopes, end, prepare, failures)
         except QueueError as error:
-            error.located(
-                backend=self.backend.name,
-                operation="send",
-                queue=queue,
-                message_id=_only_id(envelopes),
-            )
+            self._locate(error, queue, envelopes)
             raise
         finally:
             self._under_way -= 1
@@ -123,7 +118,7 @@ class Sender:
                 return await persist(
                     attempt,
                     backoff=self._backoff,
-                    note=lambda error: self._note(outbox.queue, error, failures),
+                    note=lambda error: self._note(outbox.queue, envelopes, error, failures),
                 )
         except CircuitOpen as error:
             if failures:  # its own tries were among those that opened the circuit
@@ -157,7 +152,23 @@ class Sender:
             )
         )
 
-    def _note(self, queue: str, error: QueueError, failures: list[QueueError]) -> None:
+    def _locate(self, error: QueueError, queue: str, envelopes: Sequence[Envelope]) -> None:
+        """Say in an error where it happened."""
+        error.located(
+            backend=self.backend.name,
+            operation="send",
+            queue=queue,
+            message_id=_only_id(envelopes),
+        )
+
+    def _note(
+        self,
+        queue: str,
+        envelopes: Sequence[Envelope],
+        error: QueueError,
+        failures: list[QueueError],
+    ) -> None:
+        self._locate(error, queue, envelopes)
         failures.append(error)
         logger.warning(
             "%s: sending failed, trying again: %s",
