@@ -61,6 +61,23 @@ async def test_they_arrive_in_order_the_large_among_the_small(
     assert not raw.message_id_delivery_tag
 
 
+async def test_large_ones_are_not_all_packed_before_the_first_is_written(
+    raw: aiormq.Channel, queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead: list[int] = []
+    pack = together._pack
+
+    def noted(channel: aiormq.Channel, message: Outgoing) -> bytes:
+        content = pack(channel, message)
+        ahead.append(int(message.id[1:]) - channel.delivery_tag)
+        return content
+
+    monkeypatch.setattr(together, "_pack", noted)
+    messages = [outgoing(queue, at, b"x" * LARGE) for at in range(20)]
+    assert await publish_together(raw, messages) == [None] * 20
+    assert ahead == [0] * 20
+
+
 async def test_what_is_returned_or_cannot_be_carried_is_alone_in_that(
     raw: aiormq.Channel, queue: str
 ) -> None:

@@ -71,27 +71,21 @@ async def publish_together(
     No two of them have the same id, nor the id of one that is in flight on this channel.
     """
     failures: list[BaseException | None] = [None] * len(messages)
-    packed: list[_Packed] = []
-    for at, message in enumerate(messages):
-        try:
-            packed.append(_Packed(at, message.id, _pack(channel, message)))
-        except DRIVER_ERRORS as error:  # something in it that AMQP cannot carry
-            failures[at] = error
     answers: dict[int, asyncio.Future[Any]] = {}
     try:
         try:
-            for group in _groups(packed):
+            for group in _groups(channel, messages, failures):
                 await _write(channel, group, answers)
         except DRIVER_ERRORS as error:
-            for item in packed:
-                if item.at not in answers:
-                    failures[item.at] = error
+            for at, failure in enumerate(failures):
+                if failure is None and at not in answers:
+                    failures[at] = error
         if answers:
             await asyncio.wait(answers.values())
     finally:
         tags: dict[str, int] = channel.message_id_delivery_tag
-        for item in packed:
-            tags.pop(item.id, None)
+        for message in messages:
+            tags.pop(message.id, None)
         for answer in answers.values():
             answer.cancel()  # whoever gave up wants none; the others have theirs
     for at, answer in answers.items():
@@ -113,13 +107,23 @@ def _pack(channel: Channel, message: Outgoing) -> bytes:
     return b"".join([frame.marshal(item, channel.number) for item in frames])
 
 
-def _groups(packed: list[_Packed]) -> Iterator[list[_Packed]]:
-    """In order, and each but the last so large that its end waits for the socket."""
+def _groups(
+    channel: Channel, messages: Sequence[Outgoing], failures: list[BaseException | None]
+) -> Iterator[list[_Packed]]:
+    """In order, and each but the last so large that its end waits for the socket.
+
+    Packed one after the other: all at once they would fill the memory and hold up the loop.
+    """
     group: list[_Packed] = []
     size = 0
-    for item in packed:
-        group.append(item)
-        size += len(item.content)
+    for at, message in enumerate(messages):
+        try:
+            content = _pack(channel, message)
+        except DRIVER_ERRORS as error:  # something in it that AMQP cannot carry
+            failures[at] = error
+            continue
+        group.append(_Packed(at, message.id, content))
+        size += len(content)
         if size >= LARGE:
             yield group
             group, size = [], 0
