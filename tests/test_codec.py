@@ -214,6 +214,10 @@ def deep() -> object:
     return value
 
 
+class Unfinished(BaseModel):
+    later: NotYetDefined  # type: ignore[name-defined]  # noqa: F821 - that is the point
+
+
 def changed(**values: Any) -> Order:
     order = Order(id=1, total=1)
     order.__dict__.update(values)
@@ -260,6 +264,7 @@ BAD_BODIES: list[tuple[Any, Any, type[QueueError], list[str]]] = [
     (str, "\ud800", InvalidBody, ["expected str"]),
     (bytes, "text", InvalidBody, ["expected bytes", "got str", "encode it first"]),
     (None, math.nan, InvalidBody, ["not finite"]),
+    (None, Unfinished.model_construct(), InvalidBody, ["got Unfinished", "not fully defined"]),
     (None, {"a": [1, math.inf]}, InvalidBody, ["not finite at a.1"]),
     (None, Plain(1, math.nan), InvalidBody, ["not finite at total"]),
     (None, [Order(id=1, total=math.nan)], InvalidBody, ["not finite at 0.total"]),

@@ -26,6 +26,7 @@ from typing import (
 )
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaSerializer
 from pydantic_core import to_json as dump_any_json
 
 from qkit._compression import check_size, compress, decompress
@@ -75,9 +76,9 @@ class Codec(Generic[T]):
         "_nan_is_word",
         "_plain",
         "_raw",
+        "_serializer",
         "_takes_bytes",
         "_takes_text",
-        "_to_json",
         "_untyped",
         "_validate",
         "_validate_json",
@@ -122,11 +123,11 @@ class Codec(Generic[T]):
         self._validate = _as_it_is if untyped else adapter.validator.validate_python
         # round_trip: what is written must be valid input. "error": a field that was set to
         # something else behind pydantic's back would only make it warn.
-        self._to_json = adapter.serializer.to_json
+        self._serializer = adapter.serializer
         self._dump = (
             _dump_any
             if untyped
-            else partial(self._to_json, by_alias=True, round_trip=True, warnings="error")
+            else partial(self._serializer.to_json, by_alias=True, round_trip=True, warnings="error")
         )
         # An instance of exactly this model was validated when it was made: it is only dumped. A
         # plain dataclass never was, so its fields are validated here.
@@ -158,16 +159,16 @@ class Codec(Generic[T]):
         """
         body: bytes | None = None
         checked: object = value
-        to_json: Callable[..., bytes] | None = None
+        serializer: SchemaSerializer | None = None
         if type(value) is self._exact:
-            to_json = self._to_json
+            serializer = self._serializer
         elif self._untyped and isinstance(value, BaseModel):
-            to_json = value.__pydantic_serializer__.to_json
+            serializer = value.__pydantic_serializer__
         elif self._takes_bytes and isinstance(value, _RAW):
             return self._finish(bytes(cast("bytes", value)), {CONTENT_TYPE: _BYTES})
-        if to_json is not None:
+        if serializer is not None:
             try:
-                body = dump_strictly(to_json, value)
+                body = dump_strictly(serializer.to_json, value)
             except Exception:
                 body = None  # said below, outside, so that this error is not that one's context
         if body is None:
