@@ -6,6 +6,9 @@ import asyncio
 
 import aiormq
 import pytest
+from aiormq.abc import ChannelFrame
+from pamqp.heartbeat import Heartbeat
+from yarl import URL
 
 from qkit import QueueService, Settings, consume
 from qkit.backends.rabbit.subscription import RabbitSubscription
@@ -17,6 +20,7 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.message import Envelope
+from tests.support.proxy import Proxy
 from tests.support.rabbitmq import (
     consumers,
     declare,
@@ -171,3 +175,39 @@ async def test_a_delivery_is_settled_once_and_only_by_its_own_subscription(
         await one.ack(first)
         with pytest.raises(MessageNotFound):
             await one.release(first, 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection_is_lost(
+    rabbitmq_url: str, name: str, count: int
+) -> None:
+    with Proxy(URL(rabbitmq_url).port or 0) as proxy:
+        backend = RabbitMQBackend(str(URL(rabbitmq_url).with_port(proxy.port)))
+        await backend.start()
+        await declare(backend, name)
+        await backend.publish(name, [Envelope("first", b"x")])
+        line = backend._publisher._line
+        assert line is not None
+        queue = line.channel.write_queue
+        beat = ChannelFrame.marshall(0, [Heartbeat()])
+        proxy.black_hole()
+        stuck = line.channel.create_future()
+        await queue.put(ChannelFrame(beat.payload * 3_000_000, False, stuck))
+        await eventually(queue.empty)
+        while not queue.full():
+            queue.put_nowait(beat)
+        sends = [
+            asyncio.ensure_future(
+                backend.publish(name, [Envelope(f"{number}-{at}", b"x") for at in range(count)])
+            )
+            for number in range(3)
+        ]
+        await eventually(lambda: bool(queue._putters))  # type: ignore[attr-defined]
+        proxy.reset()
+        proxy.heal()
+        async with asyncio.timeout(30):
+            outcomes = await asyncio.gather(*sends, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [BackendUnavailable] * 3
+        await backend.publish(name, [Envelope("last", b"x")])
+        await backend.delete(name)
+        await backend.aclose()

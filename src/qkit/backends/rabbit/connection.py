@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -134,6 +135,7 @@ class Link:
                 except BaseException:
                     transport.abort()
                     raise
+                driver.closing.add_done_callback(functools.partial(_empty, driver.write_queue))
                 self._connection, self._transport = connection, transport
             return self._connection
 
@@ -272,6 +274,17 @@ async def close(channel: Channel) -> None:
 
 
 _closing: set[asyncio.Task[None]] = set()
+
+
+def _empty(queue: asyncio.Queue[Any], _: object = None) -> None:
+    """Nobody writes any more: let whoever waits for room go on, and see that his channel is closed.
+
+    The driver leaves them waiting for ever.
+    """
+    if not queue.empty():
+        while not queue.empty():
+            queue.get_nowait()
+        asyncio.get_running_loop().call_soon(_empty, queue)  # there may be more than had room
 
 
 def _close_soon(channel: Channel) -> None:
