@@ -603,6 +603,25 @@ async def test_a_queue_that_is_deleted_and_made_again_begins_anew(
         assert [delivery.envelope.id for delivery in found] == [f"new {n}" for n in range(5)]
 
 
+async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time(
+    backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(new_id(), b"x", key="k")])
+    sending = backend._sending
+    producer = sending._producer
+    await eventually(lambda: sending._watching is None)
+    monkeypatch.setattr(producer.client.cluster, "leader_for_partition", lambda _: None)
+    monkeypatch.setattr(sending._address, "timeout", 1.0)
+    large = [Envelope(new_id(), bytes(300_000), key="k") for _ in range(3)]
+    publishing = asyncio.ensure_future(backend.publish(name, large))
+    await eventually(lambda: bool(sending._on_way[producer]))  # the first, before the second
+    publishing.cancel()
+    await asyncio.wait([publishing])
+    await eventually(lambda: sending._producer is not producer)
+    await backend.delete(name)
+
+
 # The end
 
 

@@ -163,8 +163,6 @@ class Sending:
             pack.add(number, record)
         for partition, pack in packs.items():
             batches.append(await self._launch(producer, topic, partition, pack, since))
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
 
     async def _launch(
         self, producer: Any, topic: str, partition: int, pack: _Pack, since: float
@@ -178,6 +176,8 @@ class Sending:
         else:  # a sender that goes away leaves its batch under watch
             flights[future] = flight
             future.add_done_callback(flights.pop)
+            if self._watching is None:
+                self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
         return _Batch(partition, pack.numbers, answer)
 
     def _partition(self, topic: str, partitions: int, record: Outgoing) -> int:
