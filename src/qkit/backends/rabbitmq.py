@@ -19,7 +19,14 @@ from qkit.backends.rabbit.publishing import Outgoing, Publisher
 from qkit.backends.rabbit.subscription import RabbitSubscription
 from qkit.backends.rabbit.topology import BACKEND, Topology, group_queue
 from qkit.clock import Clock, SystemClock
-from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull, QueueNotFound
+from qkit.errors import (
+    ConfigError,
+    InvalidHeader,
+    PartialSend,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+)
 from qkit.matrix import MATRIX
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
 from qkit.tasks import to_its_end
@@ -135,8 +142,16 @@ class RabbitMQBackend(Administration):
         for target in {_target(queue, spec, item) for item in delayed}:
             await self._prepare_delays(target, spec)
         now = self._clock.time()
-        outgoing = [self._outgoing(queue, spec, item, now) for item in envelopes[:fitting]]
+        outgoing: list[Outgoing] = []
+        refused: dict[int, QueueError] = {}
+        for at, item in enumerate(envelopes[:fitting]):
+            try:
+                outgoing.append(self._outgoing(queue, spec, item, now))
+            except InvalidHeader as invalid:  # the others have nothing to do with it
+                refused[at] = invalid
         errors = await self._publisher.publish(outgoing) if outgoing else []
+        for at, error in refused.items():
+            errors.insert(at, error)
         if not any(errors) and fitting == len(envelopes):
             return [Sent(item.id) for item in envelopes]
         if any(isinstance(error, QueueNotFound) for error in errors):

@@ -19,6 +19,7 @@ from qkit.backends.rabbit.subscription import RabbitSubscription
 from qkit.backends.rabbitmq import RabbitMQBackend
 from qkit.errors import (
     BackendUnavailable,
+    InvalidHeader,
     PartialSend,
     QueueNotFound,
     SubscriptionLost,
@@ -33,6 +34,23 @@ from tests.support.rabbitmq import (
     take,
 )
 from tests.support.waiting import eventually
+
+
+async def test_a_header_that_amqp_cannot_carry_concerns_its_own_message_alone(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    bad = {"content-type": "x" * 256}
+    wanted = {"a": {}, "b": bad, "c": bad, "d": {}}
+    with pytest.raises(PartialSend) as caught:
+        await backend.publish(name, [Envelope(id, b"x", headers) for id, headers in wanted.items()])
+    first, second, third, last = caught.value.results
+    assert (first, last) == (Sent("a"), Sent("d"))
+    assert isinstance(second, InvalidHeader)
+    assert isinstance(third, InvalidHeader)
+    with pytest.raises(InvalidHeader):
+        await backend.publish(name, [Envelope("e", b"x", bad)])
+    assert [item.id for item in await backend.peek(name, 9)] == ["a", "d"]
 
 
 async def test_a_cancelled_wait_loses_nothing_fifty_times(
