@@ -137,7 +137,7 @@ class Codec(Generic[T]):
         self._may_hold_nan = untyped or (floats and modes != {"strings"})
         self._nan_is_word = "constants" in modes
         self._plain = (
-            _as_it_is if untyped else partial(adapter.serializer.to_python, warnings=False)
+            _plain_any if untyped else partial(adapter.serializer.to_python, warnings=False)
         )
 
     @classmethod
@@ -160,6 +160,7 @@ class Codec(Generic[T]):
         body: bytes | None = None
         checked: object = value
         serializer: SchemaSerializer | None = None
+        nan_is_word = self._nan_is_word
         if type(value) is self._exact:
             serializer = self._serializer
         elif self._untyped and isinstance(value, BaseModel):
@@ -169,12 +170,14 @@ class Codec(Generic[T]):
         if serializer is not None:
             try:
                 body = dump_strictly(serializer.to_json, value)
+                if self._untyped:
+                    nan_is_word = _nan_is_word(cast("type[BaseModel]", type(value)))
             except Exception:
                 body = None  # said below, outside, so that this error is not that one's context
         if body is None:
             body, checked = self._encode_checked(value)
         # pydantic writes null for a float that JSON has no word for. (find: twice as fast as in.)
-        if self._may_hold_nan and (body.find(b"null") >= 0 or self._nan_is_word):
+        if self._may_hold_nan and (body.find(b"null") >= 0 or nan_is_word):
             self._refuse_nan(checked)
         if self._compress or len(body) > self._max_bytes:
             return self._finish(body, {})
@@ -328,6 +331,18 @@ def _cached_adapter(type_: Any) -> TypeAdapter[Any]:
 
 def _as_it_is(value: object) -> object:
     return value
+
+
+def _plain_any(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return cast("object", value.__pydantic_serializer__.to_python(value, warnings=False))
+    return value
+
+
+@lru_cache(maxsize=1_024)
+def _nan_is_word(model: type[BaseModel]) -> bool:
+    """Whether a model, or one in it, writes ``NaN``, which is no JSON."""
+    return "constants" in _float_modes(model.__pydantic_core_schema__)[1]
 
 
 def _dump_any(value: object) -> bytes:
