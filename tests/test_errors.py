@@ -18,7 +18,9 @@ from qkit.errors import (
     ConfigError,
     HandlerError,
     PartialSend,
+    PayloadTooLarge,
     QueueError,
+    QueueFull,
     Reject,
     Retry,
     SendTimeout,
@@ -156,3 +158,13 @@ def test_every_error_is_exported_and_in_the_tree_of_the_docstring() -> None:
     for name in errors.__all__:
         assert getattr(qkit, name) is getattr(errors, name)
         assert name in (errors.__doc__ or "")
+
+
+def test_a_batch_that_failed_for_one_reason_says_it_and_for_several_each_of_them() -> None:
+    full, other, large = QueueFull("full"), QueueFull("full too"), PayloadTooLarge("large")
+    assert PartialSend.of([full, other], backend="b", queue="q") is full
+    several: list[list[Sent | QueueError]] = [[full, large], [full, Sent("a")]]
+    for results in several:
+        error = PartialSend.of(results, backend="b", queue="q")
+        assert isinstance(error, PartialSend)
+        assert error.results == results

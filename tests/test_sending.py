@@ -16,6 +16,7 @@ from qkit.errors import (
     BackendUnavailable,
     CircuitOpen,
     PartialSend,
+    PayloadTooLarge,
     QueueError,
     QueueFull,
     QueueNotFound,
@@ -178,6 +179,20 @@ async def test_a_group_that_was_accepted_in_part_is_shared_out(way: Way) -> None
     assert [type(item) for item in three.results] == [Sent, Sent, QueueFull]
     assert isinstance(one, QueueFull)
     assert one.queue == "orders"
+
+
+async def test_if_a_group_failed_for_several_reasons_each_sender_hears_its_own(
+    way: Way,
+) -> None:
+    gate = asyncio.Event()
+    reasons: list[Sent | QueueError] = [PayloadTooLarge("large"), QueueFull("full")]
+    way.backend.script("publish", gate, PartialSend.of(reasons, backend="faulty", queue="orders"))
+    first, *rest = [way.begin() for _ in range(3)]
+    await settle()
+    gate.set()
+    await first
+    outcomes = await asyncio.gather(*rest, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [PayloadTooLarge, QueueFull]
 
 
 async def test_a_sender_that_gives_up_before_it_left_is_left_out(way: Way) -> None:

@@ -215,7 +215,7 @@ class AckDeadlineExceeded(QueueError):
 
 
 class PartialSend(QueueError):
-    """Some messages of a batch were accepted and others were not.
+    """Some messages of a batch were accepted and others were not, or not for the same reason.
 
     ``results`` has one entry for each message, in order: its ``Sent``, or the error it met.
     """
@@ -234,9 +234,13 @@ class PartialSend(QueueError):
 
     @classmethod
     def of(cls, results: Sequence[Sent | QueueError], *, backend: str, queue: str) -> QueueError:
-        """What a backend raises unless all were accepted; the first error itself if none was."""
+        """What a backend raises unless all were accepted.
+
+        The first error itself if none was, for one reason. Of several reasons each may be another
+        sender's, whose messages were gathered with these.
+        """
         failed = [item for item in results if isinstance(item, QueueError)]
-        if len(failed) == len(results):
+        if len(failed) == len(results) and len({type(error) for error in failed}) == 1:
             return failed[0]
         return cls(
             f"{len(failed)} of {len(results)} messages were not accepted, the first because "
