@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, TypeVarTuple, cast
+from typing import TypeVar, TypeVarTuple
 
 from qkit.backend import Backend
 from qkit.breaker import CircuitBreaker
@@ -306,14 +306,15 @@ class _Outbox:
     def _next_group(self) -> list[_Waiting]:
         group: list[_Waiting] = []
         size = 0
-        while self._waiting and size < MAX_GATHERED:
-            envelopes, future, _ = waiting = self._waiting[0]
-            if not future.done():  # else its sender gave up before it left
-                size += len(envelopes)
-                if group and size > MAX_GATHERED:
-                    break
-                group.append(waiting)
-            self._waiting.popleft()
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if waiting[1].done():
+                continue  # its sender gave up before it left
+            size += len(waiting[0])
+            if size > MAX_GATHERED and group:
+                self._waiting.appendleft(waiting)
+                break
+            group.append(waiting)
         return group
 
     def _give_up(self) -> None:
@@ -353,11 +354,16 @@ def _share_out(group: list[_Waiting], results: Sequence[Sent | QueueError]) -> N
         start = end
         if future.done():
             continue
+        if len(mine) == 1:  # as nearly all
+            (only,) = mine
+            if isinstance(only, QueueError):
+                future.set_exception(only)
+            else:
+                future.set_result([only])
+            continue
         sent = [item for item in mine if isinstance(item, Sent)]
         if len(sent) == len(mine):
             future.set_result(sent)
-        elif len(mine) == 1:
-            future.set_exception(cast("QueueError", mine[0]))
         else:
             future.set_exception(
                 PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", list(mine))

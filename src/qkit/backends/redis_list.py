@@ -120,14 +120,15 @@ class RedisListBackend:
                     raise
                 results += [error] * (len(envelopes) - len(results))
                 break
-        if any(isinstance(item, QueueError) for item in results):
+        sent = [item for item in results if isinstance(item, Sent)]
+        if len(sent) < len(results):
             raise PartialSend.of(results, backend=self.name, queue=queue)
-        return results  # type: ignore[return-value]  # no error among them
+        return sent
 
     async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
         with translated("publish", queue):
             first = ASIDE
-            if all(_is_plain(item) for item in envelopes):
+            if all(map(_is_plain, envelopes)):
                 frames = [frame.encode(item) for item in envelopes]
                 first = await self._confirmed(scripts.PLAIN, queue, frames)
                 if first is None:

@@ -35,6 +35,9 @@ BATCH_BYTES: Final = 8 * 2**20  # and about so many bytes, which the server read
 
 def batches(envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
     """The messages in order, as many at a time as may go together."""
+    if 0 < len(envelopes) <= BATCH and sum([len(item.body) for item in envelopes]) <= BATCH_BYTES:
+        yield envelopes
+        return
     start = size = 0
     for at, envelope in enumerate(envelopes):
         if at > start and (at - start >= BATCH or size + len(envelope.body) > BATCH_BYTES):
@@ -56,27 +59,24 @@ def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -
     >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k 1"))
     b'qk1 0190 - 0 0 0 =k%201\\n{"tenant":"acme"}\\n{}'
     """
-    if _is_bare(envelope):
-        return f"qk1 {envelope.id} - 0 0 {deliveries} -\n\n".encode() + envelope.body
+    id = envelope.id
+    if (  # nearly all
+        envelope.priority is None
+        and envelope.not_before is None
+        and envelope.expires_at is None
+        and envelope.key is None
+        and not envelope.headers
+        and id.isalnum()
+        and id.isascii()
+    ):
+        return f"qk1 {id} - 0 0 {deliveries} -\n\n".encode() + envelope.body
     key = "-" if envelope.key is None else "=" + quote(envelope.key, errors="surrogatepass")
     priority = "-" if envelope.priority is None else envelope.priority
     due = milliseconds(envelope.not_before) if scheduled else 0
     expires = milliseconds(envelope.expires_at)
     headers = json.dumps(envelope.headers, separators=(",", ":")) if envelope.headers else ""
-    head = f"qk1 {wire_id(envelope.id)} {priority} {due} {expires} {deliveries} {key}\n{headers}\n"
+    head = f"qk1 {wire_id(id)} {priority} {due} {expires} {deliveries} {key}\n{headers}\n"
     return head.encode() + envelope.body
-
-
-def _is_bare(envelope: Envelope) -> bool:
-    return (
-        not envelope.headers
-        and envelope.key is None
-        and envelope.priority is None
-        and envelope.not_before is None
-        and envelope.expires_at is None
-        and envelope.id.isalnum()
-        and envelope.id.isascii()
-    )
 
 
 def decode(frame: bytes) -> tuple[Envelope, bool]:
