@@ -29,7 +29,7 @@ def test_it_is_killed_and_comes_back_at_its_address(private_redis: PrivateBroker
     assert all(before)
     with private_redis.killed():
         assert not any(record.is_alive() for record in before if record)
-        with pytest.raises(ConnectionRefusedError):
+        with pytest.raises(ConnectionError):  # refused, or reset by what its last thread leaves
             ask(private_redis, b"PING")
     assert ask(private_redis, b"PING") == b"+PONG\r\n"
 

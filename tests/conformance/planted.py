@@ -20,6 +20,7 @@ from qkit.clock import Clock
 from qkit.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consumer import Consumer
+from qkit.crew import Crew
 from qkit.errors import QueueError
 from qkit.executor import RetryLater
 from qkit.health import Connection
@@ -414,7 +415,7 @@ def pause_does_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_shutdown_waits_for_running_handlers_and_settles_them")
 def shutdown_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, QueueService, "_drain", lambda original: lambda self, timeout: original(self, 0.0))
+    wrap(patch, Crew, "drain", lambda drain: lambda self, timeout, force: drain(self, 0.0, force))
 
 
 @fault("test_failures_are_counted_by_their_kind", "test_each_failure_is_told_and_counted")
