@@ -30,7 +30,6 @@ from qkit.native import Engine
 from qkit.native.queue import QueueState
 from qkit.native.topic import Topic
 from qkit.retry import RetryPolicy
-from qkit.service import QueueService
 from qkit.settlement import Settlement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
