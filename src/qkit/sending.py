@@ -102,6 +102,7 @@ class Sender:
         failures: list[QueueError],
     ) -> list[Sent]:
         """Try until the end; what failed before is among the ``failures``."""
+        # Among the usual ones, which end in the order in which they began, it would be too late.
         deadline = Deadline(Deadlines(end - self.deadlines.loop.time()))
         pending = [] if prepare is None else [prepare]
 
@@ -263,9 +264,8 @@ class _Outbox:
             self._sender.connection.carried()
             return sent
         finally:
-            self._busy = False
-            if self._waiting:
-                self._busy = True
+            self._busy = bool(self._waiting)
+            if self._busy:
                 self.task = asyncio.create_task(self._flush(), name=f"qkit send {self.queue}")
 
     async def _flush(self) -> None:

@@ -162,12 +162,13 @@ class NativeBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        if self._engine.catalogue.find(queue, "publish").backlog >= TURN:
+        channel = self._engine.catalogue.find(queue, "publish")
+        if channel.backlog >= TURN:
             # Nothing below waits for anything, so a loop of sends would starve its own consumers:
             # let them have a turn to fetch and one to work for as many as they usually take.
             for _ in range(2 * -(-len(envelopes) // TURN)):
                 await asyncio.sleep(0)
-        channel = self._engine.catalogue.find(queue, "publish")
+            channel = self._engine.catalogue.find(queue, "publish")  # or it was deleted meanwhile
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []

@@ -120,7 +120,7 @@ async def test_who_gives_up_before_the_write_leaves_the_numbers_right(
     full.put_nowait("something")
     with monkeypatch.context() as patched:
         patched.setattr(raw, "write_queue", full)
-        waiting = asyncio.ensure_future(publish_together(raw, [outgoing(queue, 1)] * 1))
+        waiting = asyncio.ensure_future(publish_together(raw, [outgoing(queue, 1)]))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -35,9 +35,6 @@ BATCH_BYTES: Final = 8 * 2**20  # and about so many bytes, which the server read
 
 def batches(envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
     """The messages in order, as many at a time as may go together."""
-    if 0 < len(envelopes) <= BATCH and sum([len(item.body) for item in envelopes]) <= BATCH_BYTES:
-        yield envelopes
-        return
     start = size = 0
     for at, envelope in enumerate(envelopes):
         if at > start and (at - start >= BATCH or size + len(envelope.body) > BATCH_BYTES):
