@@ -65,7 +65,7 @@ brokers-down: ## Stop them and remove their data
 BENCH_STAMP := .venv/.bench-ready
 
 $(BENCH_STAMP): $(STAMP) requirements/bench.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/bench.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements/bench.txt
 	@touch $@
 
 pipeline: setup ## Generate, publish, handle, archive and report 1,000,000 events; OPTIONS="--count 10000"
