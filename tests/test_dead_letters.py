@@ -407,6 +407,8 @@ async def test_a_lease_that_expires_too_often_is_counted_logged_and_announced(
     service.on("dead_letter", heard.append)
     async with service:
         sent = await service.send("orders", 1)
+        worker = QueueSpec(name="staging.orders", max_deliveries=3, ack_deadline=10)
+        await backend_of(service).declare(worker)
         spec = SubscriptionSpec(queue="staging.orders", group="g", consumer="dead", prefetch=1)
         for _ in range(3):  # workers that die with the message in their hands
             async with backend_of(service).subscribe(spec) as subscription:

@@ -43,6 +43,16 @@ def routes(
     )
 
 
+def handling(channel: str, **options) -> Registry:
+    """A registry with a handler of that channel."""
+
+    def handle(body: str) -> None: ...
+
+    registry = Registry()
+    registry.add(consume(channel, **options)(handle))
+    return registry
+
+
 def handler(**options) -> Handler:
     def handle(body: list[Order]) -> None: ...
 
@@ -63,20 +73,33 @@ def test_a_plain_channel_gets_the_settings_defaults():
     assert (route.policy.max_attempts, route.policy.mode) == (3, "release")
     assert route.ack_deadline == 30.0
     assert route.max_priority == 9
-    assert route.spec == QueueSpec(
+    assert route.dead_letter == QueueSpec(name="orders_dlq", max_depth=10_000, drop_oldest=True)
+
+
+def test_a_sender_declares_that_a_channel_exists():
+    channel = Channel("orders", ack_deadline=5, balance="round_robin")
+    assert routes().of(channel).spec == QueueSpec(name="orders", dead_letter="orders_dlq")
+
+
+def test_a_consumer_declares_how_a_channel_is_consumed():
+    spec = routes(registry=handling("orders")).of(Channel("orders")).spec
+    assert spec == QueueSpec(
         name="orders",
         dead_letter="orders_dlq",
-        max_priority=9,
         max_deliveries=3,
         ack_deadline=30.0,
+        consumed=True,
     )
-    assert route.dead_letter == QueueSpec(
-        name="orders_dlq", max_depth=10_000, drop_oldest=True, max_priority=9
-    )
+
+
+def test_on_a_directory_the_owner_limits_priorities(tmp_path):
+    assert routes(path=tmp_path).of(Channel("orders")).max_priority == 255
+    assert routes(path=tmp_path).of(Channel("few", max_priority=3)).max_priority == 3
+    assert routes(max_priority=20).of(Channel("orders")).max_priority == 20
 
 
 def test_a_channels_own_options_come_before_the_settings():
-    found = routes(retry={"max_attempts": 7}).of(
+    found = routes(retry={"max_attempts": 7}, registry=handling("orders", broadcast=True)).of(
         Channel(
             "orders",
             broadcast=True,
@@ -105,6 +128,7 @@ def test_a_channels_own_options_come_before_the_settings():
         max_depth=10,
         max_deliveries=2,
         ack_deadline=5,
+        consumed=True,
     )
 
 
@@ -142,7 +166,7 @@ def test_no_dead_letters_when_they_are_switched_off():
 def test_a_dead_letter_queue_has_no_dead_letter_queue():
     own = routes(dead_letter={"max_size": 50}).of(Channel("orders_dlq"))
     assert own.dead_letter is None
-    assert own.spec == QueueSpec(name="orders_dlq", max_depth=50, drop_oldest=True, max_priority=9)
+    assert own.spec == QueueSpec(name="orders_dlq", max_depth=50, drop_oldest=True)
     assert routes().of(Channel("_dlq")).dead_letter is not None  # the suffix alone is a name
 
 
@@ -181,8 +205,11 @@ def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice
 
 
 def test_only_the_native_engine_balances_otherwise_than_by_turns():
-    assert routes().of(Channel("orders", balance="round_robin")).spec.balance == "round_robin"
-    own = routes(backend="native").of(Channel("orders", balance="random"))
+    usual = routes(registry=handling("orders")).of(Channel("orders", balance="round_robin"))
+    assert usual.spec.balance == "round_robin"
+    own = routes(backend="native", registry=handling("orders")).of(
+        Channel("orders", balance="random")
+    )
     assert own.spec.balance == "random"
     for balance in ("least_busy", "random"):
         with pytest.raises(Unsupported, match=f"asks for balance='{balance}', which scripted"):

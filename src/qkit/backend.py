@@ -93,13 +93,31 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSpec:
-    """A queue or topic as a backend must declare it.
+    """A declaration of a queue or topic.
 
-    ``dead_letter`` names the queue for the dead letters of this one (``None``: it has none); the
-    service declares that queue too, with ``drop_oldest`` and its own ``max_depth``.
-    ``max_deliveries`` is the limit a backend applies when a lease expires; failures of handlers
-    are counted above the boundary. ``balance`` other than ``round_robin`` reaches only a backend
-    that chooses among its waiting consumers itself.
+    A declaration makes sure that the queue exists. What it leaves at ``None`` stays as it is; what
+    it names is set, and the last declaration wins. A service names ``max_deliveries``,
+    ``ack_deadline`` and ``balance`` only for channels that it consumes, ``max_depth`` and
+    ``max_priority`` only if the channel does. Never set: no limit of deliveries, and the backend's
+    own defaults for the rest.
+
+    Attributes:
+        name: Name on the broker.
+        broadcast: A topic: each message goes to every group.
+        dead_letter: Queue for the dead letters of this one, ``None`` for none. The service declares
+            that queue too, with ``drop_oldest`` and its own ``max_depth``. Set only if
+            ``consumed``; otherwise it applies unless a consumer has set it.
+        consumed: Whether the service that declares it also consumes it.
+        max_priority: Highest priority that a send may have.
+        max_depth: Messages that the queue holds before a send raises ``QueueFull``.
+        drop_oldest: A dead-letter queue: when it is full, the oldest message is dropped.
+        max_deliveries: Limit that the backend applies when a lease expires. Failures of handlers
+            are counted above the boundary.
+        ack_deadline: Lease in seconds.
+        balance: Which of several waiting consumers gets a message. Other than ``round_robin`` it
+            reaches only a backend that chooses among its waiting consumers itself.
+        replicas: Copies that the broker must keep.
+        passive: Create nothing; raise ``QueueNotFound`` if the queue does not exist.
     """
 
     name: str
@@ -113,11 +131,17 @@ class QueueSpec:
     balance: Balance | None = None
     replicas: int = 1
     passive: bool = False
+    consumed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionSpec:
-    """A consumer's claim on a queue, or on its group's share of a topic."""
+    """A consumer's claim on a queue, or on its group's share of a topic.
+
+    ``needs_delay`` says that failed messages are released with a delay. A backend that cannot delay
+    them on this broker (something is missing and may not be created) raises ``ConfigError`` from
+    ``subscribe``, so that the service does not start.
+    """
 
     queue: str
     group: str
@@ -125,6 +149,7 @@ class SubscriptionSpec:
     prefetch: int
     broadcast: bool = False
     ack_deadline: float | None = None
+    needs_delay: bool = False
 
 
 class Delivery:

@@ -103,6 +103,7 @@ class Crew:
                 prefetch=self._routes.prefetch(route, handler),
                 broadcast=route.broadcast,
                 ack_deadline=route.ack_deadline if renews else FOREVER,
+                needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
             ),
             executor=executor,
             settlement=settlement,

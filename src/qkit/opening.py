@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qkit.backend import Backend
@@ -38,28 +39,22 @@ def open_backend(settings: Settings, clock: Clock) -> Backend:
 def _native(settings: Settings, clock: Clock) -> Backend:
     from qkit.backends.native import NativeBackend
 
-    def backend(engine: Engine | None = None) -> NativeBackend:
-        return NativeBackend(
-            clock=clock,
-            max_depth=settings.max_depth,
-            max_priority=settings.max_priority,
-            ack_deadline=settings.ack_deadline,
-            engine=engine,
-        )
-
-    return backend() if settings.path is None else _directory(settings, clock, backend)
+    if settings.path is not None:
+        return _directory(settings, clock, settings.path)
+    return NativeBackend(
+        clock=clock,
+        max_depth=settings.max_depth,
+        max_priority=settings.max_priority,
+        ack_deadline=settings.ack_deadline,
+    )
 
 
-def _directory(
-    settings: Settings, clock: Clock, backend: Callable[[Engine], NativeBackend]
-) -> Backend:
-    from qkit.backends.native import DURABLE
+def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
+    from qkit.backends.native import DURABLE, NativeBackend
     from qkit.backends.shared import SharedBackend
     from qkit.backends.socket import wire
     from qkit.native import Engine
-
-    path = settings.path
-    assert path is not None
+    from qkit.native.config import QueueConfig
 
     async def own() -> tuple[NativeBackend, Engine]:
         engine = await Engine.open(
@@ -68,8 +63,14 @@ def _directory(
             fsync_interval=settings.fsync_interval,
             memory_limit=settings.memory_limit,
             clock=clock,
+            defaults=QueueConfig(
+                max_depth=settings.max_depth,
+                max_priority=settings.max_priority,
+                max_deliveries=None,
+                ack_deadline=settings.ack_deadline,
+            ),
         )
-        return backend(engine), engine
+        return NativeBackend(engine=engine), engine
 
     return SharedBackend(
         path,
@@ -130,6 +131,8 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
         clock=clock,
         replicas=settings.replicas,
         timeout=settings.send_timeout,
+        dead_letter_suffix=settings.dead_letter_name("") if settings.dead_letter.enabled else None,
+        dead_letter_max_size=settings.dead_letter.max_size,
         tls_ca_file=ca_file,
         tls_cert_file=cert_file,
         tls_key_file=key_file,

@@ -76,6 +76,10 @@ class Registry:
             raise
         return added
 
+    def handles(self, channel: str) -> bool:
+        """Whether a handler of this registry consumes the channel."""
+        return any(handler.channel == channel for handler in self.handlers)
+
     def body_type(self, name: str) -> object | None:
         """The type that sends to a channel are checked against; ``None`` if nothing is known."""
         declared = self.channels.get(name)

@@ -21,6 +21,7 @@ from qkit.retry import Backoff, RetryPolicy
 __all__ = ["Route", "Routes"]
 
 MAX_PREFETCH = 1_000
+MAX_PRIORITY = 255
 MAX_ROUTES = 20_000  # channels whose names come from data must not fill the memory
 
 # Which capability an explicit option of a channel needs, and what to do without it.
@@ -179,9 +180,7 @@ class Routes:
         retry = options.get("retry", settings.retry)
         policy = self._policy(channel, retry, inline=ordered or not self._can.delay)
         lease = options.get("ack_deadline", settings.ack_deadline) if self._can.lease else None
-        max_priority = (
-            options.get("max_priority", settings.max_priority) if self._can.priority else None
-        )
+        handled = self._registry.handles(name)
         letters = self._dead_letter_spec(channel)
         return Route(
             name=name,
@@ -189,7 +188,7 @@ class Routes:
             broadcast=broadcast,
             ordered=ordered,
             ttl=options.get("ttl"),
-            max_priority=max_priority,
+            max_priority=self._send_limit(channel),
             can_delay=bool(self._can.delay),
             can_expire=bool(self._can.ttl),
             codec=self.codec(self._registry.body_type(name)),
@@ -203,16 +202,27 @@ class Routes:
                 name=settings.broker_name(name),
                 broadcast=broadcast,
                 dead_letter=letters.name if letters else None,
-                max_priority=max_priority,
+                max_priority=options.get("max_priority"),
                 max_depth=options.get("max_depth"),
-                max_deliveries=policy.max_attempts,
-                ack_deadline=lease,
-                balance=balance,
+                max_deliveries=policy.max_attempts if handled else None,
+                ack_deadline=lease if handled else None,
+                balance=balance if handled else None,
                 replicas=settings.replicas,
                 passive=settings.declare == "passive",
+                consumed=handled,
             ),
             counters=self._counters.of(name),
         )
+
+    def _send_limit(self, channel: Channel[object]) -> int | None:
+        """The highest priority that a send may have, as far as this process can tell.
+
+        On a native directory the owner decides, whose settings may differ.
+        """
+        if not self._can.priority:
+            return None
+        owners = MAX_PRIORITY if self._settings.path is not None else self._settings.max_priority
+        return channel.options.get("max_priority", owners)
 
     def _policy(
         self, channel: Channel[object], retry: RetrySettings, *, inline: bool
@@ -247,7 +257,6 @@ class Routes:
             name=self._settings.broker_name(name),
             max_depth=self._settings.dead_letter.max_size,
             drop_oldest=True,
-            max_priority=self._settings.max_priority if self._can.priority else None,
             replicas=self._settings.replicas,
             passive=self._settings.declare == "passive",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
@@ -136,17 +137,51 @@ class TestDeclare:
     @pytest.mark.parametrize(
         ("first", "second"),
         [
-            ({"max_depth": 2}, {"max_depth": 3}),
             ({"broadcast": True}, {}),
-            ({"dead_letter": "a"}, {"dead_letter": "b"}),
-            ({"balance": "random"}, {"balance": "least_busy"}),
+            ({}, {"broadcast": True}),
             ({}, {"replicas": 3}),
         ],
     )
-    async def test_two_opinions_are_refused(self, backend: NativeBackend, first, second) -> None:
+    async def test_another_kind_and_replicas_are_refused(
+        self, backend: NativeBackend, first, second
+    ) -> None:
         await backend.declare(QueueSpec(name="other", **first))
         with pytest.raises(ConfigError):
             await backend.declare(QueueSpec(name="other", **second))
+
+    @pytest.mark.parametrize(
+        ("field", "first", "second"),
+        [
+            ("max_depth", 2, 3),
+            ("max_priority", 3, 20),
+            ("max_deliveries", 4, 3),
+            ("ack_deadline", 5.0, 60.0),
+            ("balance", "random", "least_busy"),
+        ],
+    )
+    async def test_what_is_set_the_last_declaration_sets(
+        self, backend: NativeBackend, field, first, second
+    ) -> None:
+        config = backend._engine.catalogue.find("orders", "test").config
+        await backend.declare(QueueSpec(name="orders", **{field: first}))
+        await backend.declare(QueueSpec(name="orders", **{field: second}))
+        await backend.declare(QueueSpec(name="orders"))
+        now = backend._engine.catalogue.find("orders", "test").config
+        assert now == replace(config, **{field: second})
+
+    async def test_the_dead_letter_queue_is_the_consumers(self, backend: NativeBackend) -> None:
+        async def declare(dead_letter: str | None, *, consumed: bool = False) -> str | None:
+            await backend.declare(
+                QueueSpec(name="other", dead_letter=dead_letter, consumed=consumed)
+            )
+            return backend._engine.catalogue.find("other", "test").config.dead_letter
+
+        assert await declare("a") == "a"
+        assert await declare("b") == "a", "a sender changes nothing"
+        assert await declare(None) == "a"
+        assert await declare(None, consumed=True) is None
+        assert await declare("a") is None, "a sender changes nothing"
+        assert await declare("b", consumed=True) == "b"
 
     async def test_passive_only_looks(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="orders", passive=True, max_depth=1))

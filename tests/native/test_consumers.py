@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
@@ -29,7 +28,6 @@ from qkit.errors import (
 from qkit.native import Delivery as Taken
 from qkit.native import Engine
 from qkit.native.actor import QueueActor
-from qkit.native.config import QueueConfig
 from qkit.native.consumers import Consumer
 from qkit.testing.clock import VirtualClock
 
@@ -617,8 +615,8 @@ class TestWaitingForRoom:
         ["ack", "dead letter", "last lease", "purge", "remove", "expiry", "limit", "drop oldest"],
     )
     async def test_it_is_woken_by_whatever_makes_room(self, either: Engine, how: str) -> None:
-        config = QueueConfig(max_depth=1, max_deliveries=1, ack_deadline=5, dead_letter="tasks_dlq")
-        either.catalogue.declare("tasks", config, insisted={"max_deliveries"})
+        options = {"max_depth": 1, "max_deliveries": 1, "ack_deadline": 5}
+        either.catalogue.declare("tasks", {**options, "dead_letter": "tasks_dlq"})
         await either.publish("tasks", b"old", message_id="old", ttl=5 if how == "expiry" else None)
         held = None
         if how in ("ack", "dead letter", "last lease"):
@@ -634,9 +632,9 @@ class TestWaitingForRoom:
         elif how == "remove":
             assert await either.remove("tasks", ["old"]) == 1
         elif how == "limit":
-            either.catalogue.declare("tasks", replace(config, max_depth=2), {"max_depth"})
+            either.catalogue.declare("tasks", {"max_depth": 2})
         elif how == "drop oldest":
-            either.catalogue.declare("tasks", replace(config, drop_oldest=True), {"drop_oldest"})
+            either.catalogue.declare("tasks", {"drop_oldest": True})
         else:
             await asyncio.sleep(5)
         await passes()

@@ -544,9 +544,7 @@ async def test_limits_that_change_while_a_message_is_on_its_way_do_not_refuse_it
         await engine.create("orders", max_priority=9, max_depth=2)
         sends = [asyncio.ensure_future(engine.publish("orders", b"", 9)) for _ in range(2)]
         await asyncio.sleep(0)
-        engine.catalogue.reconfigure(
-            engine.catalogue.find("orders", "test"), max_priority=3, max_depth=1
-        )
+        engine.catalogue.declare("orders", {"max_priority": 3, "max_depth": 1})
         for send in sends:
             await asyncio.wait_for(send, 10)
         assert (await engine.stats("orders")).depth == 2

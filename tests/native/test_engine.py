@@ -21,7 +21,6 @@ from qkit.errors import (
 )
 from qkit.message import DeadLetter, Reason
 from qkit.native import Delivery, Engine
-from qkit.native.config import QueueConfig
 from qkit.testing.clock import VirtualClock
 
 
@@ -512,7 +511,7 @@ class TestLife:
 
     async def test_what_is_not_awaited_is_for_its_own_loop(self, engine: Engine) -> None:
         async def declare() -> None:
-            engine.catalogue.declare("tasks", QueueConfig())
+            engine.catalogue.declare("tasks", {})
 
         with pytest.raises(LifecycleError, match="another event loop"):
             await asyncio.to_thread(asyncio.run, declare())

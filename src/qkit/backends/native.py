@@ -68,7 +68,8 @@ class NativeBackend:
     """The whole boundary on an ``Engine``: one in memory, unless another is given.
 
     Backends share queues when they are given the same ``engine``; one that was given is not
-    closed here.
+    closed here, and has its own defaults. ``max_depth``, ``max_priority`` and ``ack_deadline`` are
+    those of queues for which no declaration sets them.
 
     >>> async def main() -> None:
     ...     backend = NativeBackend()
@@ -93,18 +94,18 @@ class NativeBackend:
         engine: Engine | None = None,
     ) -> None:
         self._owns_engine = engine is None
-        self._engine = engine if engine is not None else Engine(clock=clock)
-        if self._engine.durable:
-            self.capabilities = DURABLE
-        self._clock: Clock = self._engine.clock
-        self._callbacks: list[Callable[[DeadLetter], None]] = []
-        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
         self._defaults = QueueConfig(
             max_depth=max_depth,
             max_priority=max_priority,
             max_deliveries=None,
             ack_deadline=ack_deadline,
         )
+        self._engine = engine or Engine(clock=clock, defaults=self._defaults)
+        if self._engine.durable:
+            self.capabilities = DURABLE
+        self._clock: Clock = self._engine.clock
+        self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
 
@@ -112,7 +113,7 @@ class NativeBackend:
         """Open the engine, unless it was given; a new one if it was closed before."""
         if self._owns_engine and not self._engine.running:
             if self._engine.closed:
-                self._engine = Engine(clock=self._clock)
+                self._engine = Engine(clock=self._clock, defaults=self._defaults)
                 for callback in self._callbacks:
                     self._engine.on_dead_letter(callback)
                 for callback in self._drop_callbacks:
@@ -121,10 +122,10 @@ class NativeBackend:
         await self.ping()
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; what the spec leaves unset may be anything.
+        """Make sure the queue exists, and set what the spec sets: the last declaration wins.
 
-        Raises ``ConfigError`` when an earlier declaration insisted on something else, and with
-        ``passive`` ``QueueNotFound`` when the queue does not exist.
+        Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
+        ``QueueNotFound`` when it does not exist.
         """
         if spec.passive:
             self._engine.catalogue.find(spec.name, "declare")
@@ -136,28 +137,21 @@ class NativeBackend:
                 operation="declare",
                 queue=spec.name,
             )
-        wanted: dict[str, object] = {
+        values: dict[str, object] = {
+            "broadcast": spec.broadcast,
             "max_depth": spec.max_depth,
             "max_priority": spec.max_priority,
             "max_deliveries": spec.max_deliveries,
             "ack_deadline": spec.ack_deadline,
-            "dead_letter": spec.dead_letter,
             "drop_oldest": spec.drop_oldest or None,
             "balance": spec.balance,
         }
-        insisted = {field for field, value in wanted.items() if value is not None}
-        defaults = self._defaults
-        config = QueueConfig(
-            broadcast=spec.broadcast,
-            max_depth=_or(spec.max_depth, defaults.max_depth),
-            max_priority=_or(spec.max_priority, defaults.max_priority),
-            max_deliveries=spec.max_deliveries,
-            ack_deadline=_or(spec.ack_deadline, defaults.ack_deadline),
-            dead_letter=spec.dead_letter,
-            drop_oldest=spec.drop_oldest,
-            balance=_or(spec.balance, defaults.balance),
-        )
-        self._engine.catalogue.declare(spec.name, config, insisted)
+        values = {field: value for field, value in values.items() if value is not None}
+        letters = {"dead_letter": spec.dead_letter}
+        if spec.consumed:
+            self._engine.catalogue.declare(spec.name, values | letters)
+        else:
+            self._engine.catalogue.declare(spec.name, values, defaults=letters)
         await self._engine.written()
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:

@@ -40,7 +40,8 @@ class RabbitMQBackend(Administration):
     """The whole boundary on RabbitMQ 3.10 or later.
 
     With ``replicas`` above 1 every queue is a quorum queue on so many nodes. ``quorum`` asks for
-    one also with a single copy.
+    one also with a single copy. ``dead_letter_suffix`` and ``dead_letter_max_size`` describe the
+    dead-letter queues that the settings give to all queues; a suffix of ``None`` means none.
 
     >>> backend = RabbitMQBackend("amqp://guest:guest@localhost:5672/")
     >>> backend.capabilities.supports("priority")
@@ -58,6 +59,8 @@ class RabbitMQBackend(Administration):
         replicas: int = 1,
         quorum: bool | None = None,
         timeout: float = 10.0,
+        dead_letter_suffix: str | None = ".dlq",
+        dead_letter_max_size: int = 10_000,
         tls_ca_file: str | None = None,
         tls_cert_file: str | None = None,
         tls_key_file: str | None = None,
@@ -76,7 +79,12 @@ class RabbitMQBackend(Administration):
         self._sending = Link(address, "sending")
         self._consuming = Link(address, "consuming")
         self._publisher = Publisher(self._sending)
-        self._topology = Topology(quorum=self._quorum, replicas=replicas)
+        self._topology = Topology(
+            quorum=self._quorum,
+            replicas=replicas,
+            dead_letter_suffix=dead_letter_suffix,
+            dead_letter_max_size=dead_letter_max_size,
+        )
         self._cascade = Cascade(self._topology)
         self._bound: set[str] = set()  # what others made, where delayed messages now come out
         self._specs: dict[str, QueueSpec] = {}
@@ -101,10 +109,10 @@ class RabbitMQBackend(Administration):
             )
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists as described.
+        """Make sure the queue exists; one that exists with other arguments is used as it is.
 
-        Raises ``ConfigError`` that names the difference when it exists with other arguments, and
-        with ``passive`` ``QueueNotFound`` when it does not exist.
+        Raises ``ConfigError`` when it exists and cannot do what the spec asks for, and with
+        ``passive`` ``QueueNotFound`` when it does not exist.
         """
         known = self._specs.get(spec.name)
         if known is not None and known.broadcast is not spec.broadcast:
@@ -123,14 +131,20 @@ class RabbitMQBackend(Administration):
                 operation="declare",
                 queue=spec.name,
             )
-        async with translated("declare", spec.name), self._consuming.control() as channel:
-            if spec.passive and spec.broadcast:
-                await channel.exchange_declare(spec.name, passive=True)
-            elif spec.passive:
-                await channel.queue_declare(spec.name, passive=True)
+        async with translated("declare", spec.name):
+            if spec.passive:
+                await self._check_exists(spec)
             else:
-                await self._topology.declare(channel, spec)
-        self._specs[spec.name] = spec
+                await self._topology.declare(self._consuming, spec)
+        limit = self._topology.max_length(spec.name) if spec.drop_oldest else None
+        self._specs[spec.name] = spec if limit is None else replace(spec, max_depth=limit)
+
+    async def _check_exists(self, spec: QueueSpec) -> None:
+        async with self._consuming.control() as channel:
+            if spec.broadcast:
+                await channel.exchange_declare(spec.name, passive=True)
+            else:
+                await channel.queue_declare(spec.name, passive=True)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Hand messages over in order; what was not accepted is in ``PartialSend``."""
@@ -174,22 +188,29 @@ class RabbitMQBackend(Administration):
             del headers[GROUP]
             envelope, topic = replace(envelope, headers=headers), False
         delay = 0.0 if envelope.not_before is None else envelope.not_before - now
-        # The broker may let it expire where the way to the dead letters is safe: not in the
-        # cascade, which it would leave early, nor where there are none and nobody hears of it.
+        # Not in the cascade: a message that expires there would leave it early.
         facts = properties.encode(
             envelope,
             now=now,
             priority=None if self._quorum else USUAL_PRIORITY,
-            expire=self._quorum
-            and delay <= 0
-            and spec is not None
-            and spec.dead_letter is not None,
+            expire=delay <= 0 and target in self._topology.expiring,
             due=envelope.not_before if delay > LONGEST else None,
         )
         if delay > 0:
             return Outgoing(target, *self._cascade.way(target, delay), facts, envelope.body)
         exchange = target if topic else ""
         return Outgoing(target, exchange, target, facts, envelope.body, mandatory=not topic)
+
+    async def _check_delays(self, queue: str, spec: QueueSpec | None) -> None:
+        """Raise ``ConfigError`` if retries could not wait on this broker."""
+        if spec is None or not spec.passive:
+            try:
+                async with translated("subscribe", queue), self._consuming.control() as channel:
+                    await self._cascade.check(channel)
+                return
+            except QueueNotFound:
+                pass  # it is declared now, or the reason why not is raised
+        await self._prepare_delays(queue, spec)
 
     async def _prepare_delays(self, queue: str, spec: QueueSpec | None) -> None:
         """The cascade, and that what leaves it finds its queue or topic."""
@@ -207,11 +228,12 @@ class RabbitMQBackend(Administration):
                 await self._topology.bind_delays(channel, queue, topic=topic)
             except DRIVER_ERRORS as error:
                 raise ConfigError(
-                    "declare='passive', and this vhost has no qkit.delay or the queue may not be "
-                    "bound to it: start a service with declare='create' once, or send without a "
-                    "delay and set retry.mode='inline'",
+                    "delays and retries need qkit.delay, which this vhost does not have, or to "
+                    "which the queue may not be bound, and declare='passive' creates nothing: "
+                    "start a service with declare='create' once, or set retry.mode='inline' and "
+                    "send without a delay",
                     backend=self.name,
-                    operation="publish",
+                    operation="delay",
                     queue=queue,
                     cause=error,
                 ) from error
@@ -275,6 +297,8 @@ class RabbitMQBackend(Administration):
             queue = spec.queue
             if spec.broadcast:
                 queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
+            if spec.needs_delay:
+                await self._check_delays(queue, declared)
             subscription = RabbitSubscription(
                 self._consuming,
                 spec,
@@ -302,7 +326,8 @@ class RabbitMQBackend(Administration):
                 await channel.queue_declare(queue, passive=True)
             else:
                 await channel.exchange_declare(topic.name, passive=True)
-                queue = await self._topology.declare_group(channel, topic, spec.group)
+        if not topic.passive:
+            queue = await self._topology.declare_group(self._consuming, topic, spec.group)
         self._groups.setdefault(topic.name, set()).add(spec.group)
         return queue
 

@@ -84,7 +84,7 @@ class RedisListBackend:
             raise
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; what the spec leaves unset stays as it is.
+        """Make sure the queue exists, and set what the spec sets: the last declaration wins.
 
         Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
         ``QueueNotFound`` when it does not exist.
@@ -94,7 +94,7 @@ class RedisListBackend:
                 await self._check_replicas(spec.replicas)
                 self._replicas = spec.replicas
             kind = "topic" if spec.broadcast else "queue"
-            told = [] if spec.passive else [kind, *_limits(spec)]
+            told = [] if spec.passive else [kind, *_declaration(spec)]
             if not spec.passive:
                 await self.link.command("SADD", QUEUES, spec.name)
             found = await self._run(scripts.DECLARE, Place.of(spec.name), *told)
@@ -335,7 +335,7 @@ class RedisListBackend:
 
     async def _bury(self, place: Place, letter: DeadLetter) -> None:
         target = await self.link.command("HGET", place.keys[0], "dead_letter")
-        if target is not None:
+        if target:  # empty: the consumer wants none
             name = target.decode()
             try:
                 await self.publish(name, [letter.to_envelope()])
@@ -351,17 +351,18 @@ class RedisListBackend:
             callback(letter)
 
 
-def _limits(spec: QueueSpec) -> list[str | int]:
-    """What the declaration notes, as fields and values; what is unset stays as it is."""
-    limits: dict[str, str | int | None] = {
+def _declaration(spec: QueueSpec) -> list[str | int]:
+    """The default dead-letter queue, then the fields that are set, with their values."""
+    letters = spec.dead_letter or ""
+    fields: dict[str, str | int | None] = {
         "max_depth": spec.max_depth,
         "max_priority": spec.max_priority,
         "max_deliveries": spec.max_deliveries,
-        "dead_letter": spec.dead_letter,
+        "dead_letter": letters if spec.consumed else None,
         "drop_oldest": 1 if spec.drop_oldest else None,
     }
-    given = {name: value for name, value in limits.items() if value is not None}
-    return [word for field in given.items() for word in field]
+    given = {name: value for name, value in fields.items() if value is not None}
+    return [letters, *(word for field in given.items() for word in field)]
 
 
 def _is_plain(envelope: Envelope) -> bool:

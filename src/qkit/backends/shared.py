@@ -18,7 +18,7 @@ from qkit.backends.socket import wire
 from qkit.backends.socket.client import SocketBackend
 from qkit.backends.socket.server import SocketServer
 from qkit.clock import Clock
-from qkit.errors import BackendUnavailable, QueueError
+from qkit.errors import BackendUnavailable
 from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.engine import Engine
@@ -267,13 +267,11 @@ class SharedBackend:
                 role.backend.on_dead_letter(callback)
             for callback in self._drop_callbacks:
                 role.backend.on_dropped_letter(callback)
+            # What exists stays as it is: another process may have declared it since.
+            existing = set(await role.backend.queues())
             for spec in tuple(self._specs.values()):
-                try:
+                if spec.name not in existing:
                     await role.backend.declare(spec)
-                except BackendUnavailable:
-                    raise
-                except QueueError as error:  # another process has declared it otherwise meanwhile
-                    logger.warning("%s could not be declared again: %s", spec.name, error)
             if isinstance(role.backend, SocketBackend):
                 role.backend.check()  # perhaps it broke before anybody watched
         except BaseException:

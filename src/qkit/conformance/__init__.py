@@ -15,6 +15,7 @@ be refused. It needs pytest and pytest-asyncio.
 
 from qkit.conformance.administration import Administration
 from qkit.conformance.dead_letters import DeadLetterRecords
+from qkit.conformance.declarations import Declarations
 from qkit.conformance.delivery import Deliveries
 from qkit.conformance.failure import Failure
 from qkit.conformance.foreign import Foreign
@@ -43,6 +44,7 @@ class Conformance(
     Sending,
     SendLimits,
     SendFaults,
+    Declarations,
     Deliveries,
     Timing,
     Handlers,

@@ -93,7 +93,9 @@ BODIES = [
 ]
 
 
-def collecting(name: str, kind: object) -> tuple[Callable[..., object], list[object]]:
+def collecting(
+    channel: Channel[str] | str, kind: object
+) -> tuple[Callable[..., object], list[object]]:
     """A handler whose body is of ``kind``, and the list of what it got."""
     got: list[object] = []
 
@@ -101,7 +103,7 @@ def collecting(name: str, kind: object) -> tuple[Callable[..., object], list[obj
         got.append(body)
 
     collect.__annotations__["body"] = kind
-    return consume(name)(collect), got
+    return consume(channel)(collect), got
 
 
 class Spied(Tampered):

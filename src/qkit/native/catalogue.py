@@ -20,22 +20,37 @@ __all__ = ["ALL_FIELDS", "DEAD_LETTER_SUFFIX", "Catalogue"]
 
 DEAD_LETTER_SUFFIX: Final = "_dlq"
 ALL_FIELDS: Final = frozenset(item.name for item in fields(QueueConfig))
+# Fields that follow the settings of the process that owns the directory unless a declaration sets
+# them. They are left out of the log until then.
+OWNER_FIELDS: Final = frozenset({"max_depth", "max_priority", "ack_deadline"})
+_FIXED_FIELDS: Final = frozenset({"broadcast", "max_deliveries"})  # always in the log
 MAX_QUEUES: Final = 50_000
+_USUAL: Final = QueueConfig()
 
 
 class Catalogue:
-    """Every queue and topic that exists, and what its declarations insisted on.
+    """Every queue and topic that exists, and which of its fields were set.
 
-    ``own_loop`` returns the engine's loop, or raises where nothing may be declared.
+    ``own_loop`` returns the engine's loop, or raises where nothing may be declared. ``defaults``
+    is the configuration of a queue for which nothing was set.
     """
 
-    def __init__(self, manager: Manager, own_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        own_loop: Callable[[], asyncio.AbstractEventLoop],
+        defaults: QueueConfig,
+    ) -> None:
         self.channels: dict[str, QueueActor | Topic] = {}
         self.refused = 0  # because there were too many
         self._manager = manager
         self._own_loop = own_loop
+        self._defaults = defaults
         self._journal: Journal | None = None
-        self._insisted: dict[str, frozenset[str]] = {}  # the fields its declarations named
+        self._set: dict[str, frozenset[str]] = {}  # the fields that were set, by queue
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+        # What was declared since the engine was opened, and how it was created if it was.
+        self._declared: dict[str, QueueConfig | None] = {}
 
     # Finding
 
@@ -83,28 +98,88 @@ class Catalogue:
 
     # Declaring
 
-    def declare(
-        self, name: str, config: QueueConfig, insisted: Collection[str] = ALL_FIELDS
-    ) -> None:
-        """Make sure that a queue exists with those fields of ``config`` that are insisted on.
+    def create(self, name: str, config: QueueConfig) -> None:
+        """Make sure that a queue exists; one that exists must have been made like this.
 
-        The others are what it gets if nobody says otherwise. Raises ``ConfigError`` when two
-        declarations insist on different things. The name is taken as it is: a prefix or suffix
-        may have made it longer than a channel's name can be.
+        Raises ``ConfigError`` if it was created or declared otherwise since the engine was opened.
         """
+        if name in self.channels and name in self._declared:
+            created = self._declared[name]
+            before = created or self.channels[name].config
+            for field in sorted(ALL_FIELDS if created else self._set[name]):
+                old, new = getattr(before, field), getattr(config, field)
+                if new != old:
+                    raise ConfigError(
+                        f"{name!r} was declared with {field}={old!r} and now with {new!r}: declare "
+                        "it alike everywhere, or delete it first",
+                        backend="native",
+                        operation="create",
+                        queue=name,
+                    )
+            if created:
+                return
+        self.declare(name, asdict(config))
+        self._declared[name] = self.channels[name].config
+
+    def declare(
+        self,
+        name: str,
+        fields: Mapping[str, object],
+        *,
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
+        """Make sure that a queue exists, and set ``fields`` of it: the last declaration wins.
+
+        ``defaults`` are set where no declaration has set anything. The name is taken as it is: a
+        prefix or suffix may have made it longer than a channel's name can be. Raises
+        ``ConfigError`` if the queue exists as the other kind.
+        """
+        self._ensure(name, fields, defaults or {})
+        self._declared.setdefault(name, None)
+
+    def _ensure(
+        self, name: str, fields: Mapping[str, object], defaults: Mapping[str, object]
+    ) -> None:
         self._own_loop()
-        if config.dead_letter is not None and isinstance(
-            self.channels.get(config.dead_letter), Topic
-        ):
+        channel = self.channels.get(name)
+        known = self._set.get(name, frozenset())
+        changes = _known(fields)
+        for field, value in defaults.items():
+            if value is not None and field not in known:
+                changes.setdefault(field, value)
+        config = replace(self._defaults if channel is None else channel.config, **changes)
+        self._check_dead_letter(name, config)
+        if channel is None:
+            self._check_room(name, config)
+            set_fields = self._shared(changes)
+            number = self._write(name, None, self._stored(config, set_fields))
+            self.channels[name] = self._new(name, config, number)
+            self._set[name] = set_fields
+            return
+        if config.broadcast is not channel.config.broadcast:
+            kinds = ("a topic", "a queue") if channel.config.broadcast else ("a queue", "a topic")
             raise ConfigError(
-                f"{config.dead_letter!r} is a topic and cannot keep the dead letters of {name!r}",
+                f"{name!r} was declared as {kinds[0]} and now as {kinds[1]}: declare it alike "
+                "everywhere, or delete it first",
                 backend="native",
                 operation="declare",
                 queue=name,
             )
-        channel = self.channels.get(name)
-        if channel is None and len(self.channels) >= MAX_QUEUES and not config.drop_oldest:
-            # But for the queues of dead letters, which are as many as the others at most.
+        self._reconfigure(channel, config, self._shared(known.union(changes)))
+
+    def _check_dead_letter(self, name: str, config: QueueConfig) -> None:
+        letters = config.dead_letter
+        if letters is not None and isinstance(self.channels.get(letters), Topic):
+            raise ConfigError(
+                f"{letters!r} is a topic and cannot keep the dead letters of {name!r}",
+                backend="native",
+                operation="declare",
+                queue=name,
+            )
+
+    def _check_room(self, name: str, config: QueueConfig) -> None:
+        # Dead-letter queues are not limited: there is at most one for each other queue.
+        if len(self.channels) >= MAX_QUEUES and not config.drop_oldest:
             self.refused += 1
             raise ConfigError(
                 f"the engine has {MAX_QUEUES} queues and takes no more: delete some, and name "
@@ -113,38 +188,43 @@ class Catalogue:
                 operation="declare",
                 queue=name,
             )
-        if channel is None:
-            self.channels[name] = self._new(name, config, self._write(name, None, config))
-            self._insisted[name] = _with_kind(insisted)
-            return
-        for field in sorted({*insisted, "broadcast"} & self._insisted[name]):
-            new, old = getattr(config, field), getattr(channel.config, field)
-            if new != old:
-                raise ConfigError(
-                    f"{name!r} was declared with {field}={old!r} and now with {new!r}: declare "
-                    "it alike everywhere, or delete it first",
-                    backend="native",
-                    operation="declare",
-                    queue=name,
-                )
-        self.reconfigure(channel, **{field: getattr(config, field) for field in insisted})
-        self._insisted[name] |= frozenset(insisted)
 
-    def reconfigure(self, channel: QueueActor | Topic, **changes: object) -> None:
-        """Change some fields of what exists, whatever was insisted on."""
-        config = replace(channel.config, **changes)  # type: ignore[arg-type]  # its own fields
+    def _reconfigure(
+        self, channel: QueueActor | Topic, config: QueueConfig, set_fields: frozenset[str]
+    ) -> None:
+        before = self._stored(channel.config, self._set[channel.name])
+        after = self._stored(config, set_fields)
+        self._set[channel.name] = set_fields
+        if self._journal is not None and after != before:
+            assert isinstance(channel, DurableActor | Topic)
+            self._journal.declare(channel.name, None, after, channel.number)
         if config != channel.config:
-            if self._journal is not None:
-                assert isinstance(channel, DurableActor | Topic)
-                self._journal.declare(channel.name, None, asdict(config), channel.number)
             channel.reconfigure(config)
+
+    def _shared(self, names: Collection[str]) -> frozenset[str]:
+        """One set for all queues with the same fields: there may be many queues."""
+        found = frozenset(names)
+        return self._sets.setdefault(found, found)
+
+    @staticmethod
+    def _stored(config: QueueConfig, set_fields: frozenset[str]) -> dict[str, object]:
+        """What the log says of a queue: everything but defaults that may change."""
+        if set_fields >= ALL_FIELDS:
+            return asdict(config)
+        left_out = OWNER_FIELDS - set_fields
+        usual = asdict(_USUAL)
+        return {
+            field: value
+            for field, value in asdict(config).items()
+            if field not in left_out
+            and (field in set_fields or field in _FIXED_FIELDS or value != usual[field])
+        }
 
     def of_bulk_file(self, name: str, config: Mapping[str, object]) -> QueueActor | Topic:
         """What a bulk file is for, made as it says unless it exists."""
         check_name(name)
         if name not in self.channels:
-            usual: dict[str, object] = {"dead_letter": name + DEAD_LETTER_SUFFIX}
-            self.declare(name, QueueConfig(**_known(usual | dict(config))), insisted=())
+            self._ensure(name, config, {"dead_letter": name + DEAD_LETTER_SUFFIX})
         return self.channels[name]
 
     def letters_of(self, actor: QueueActor) -> QueueActor:
@@ -152,17 +232,12 @@ class Catalogue:
         name = actor.config.dead_letter
         assert name is not None
         if name not in self.channels:
-            config = QueueConfig(
-                max_depth=actor.config.dead_letter_max_depth,
-                max_priority=actor.config.max_priority,
-                max_deliveries=None,
-                drop_oldest=True,
-            )
-            self.declare(name, config, insisted=())
+            limit = actor.config.dead_letter_max_depth
+            self._ensure(name, {"max_depth": limit, "drop_oldest": True}, {})
         target = self.channels[name]
         assert isinstance(target, QueueActor)
         if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
-            self.reconfigure(target, drop_oldest=True)
+            self._ensure(name, {"drop_oldest": True}, {})
         return target
 
     def delete(self, name: str) -> None:
@@ -175,7 +250,8 @@ class Catalogue:
                 self._journal.delete(actor.number, actor.state.everything())
             if isinstance(channel, Topic):
                 self._journal.delete(channel.number, ())
-        del self.channels[name], self._insisted[name]
+        del self.channels[name], self._set[name]
+        self._declared.pop(name, None)
 
     # Making
 
@@ -184,7 +260,9 @@ class Catalogue:
         self._journal = journal
         for number, record in sorted(replay.queues.items()):
             if record.group is None:
-                config = QueueConfig(**_known(record.config))
+                values = _known(_set_in(record.config))
+                config = replace(self._defaults, **values)
+                self._set[record.name] = self._shared(values)
                 self.channels[record.name] = self._new(record.name, config, number)
             else:
                 topic = self.channels.get(record.name)
@@ -192,8 +270,6 @@ class Catalogue:
                     topic.groups[record.group] = self._actor(
                         record.name, topic.config, number, record.group
                     )
-            # The declarations of this run decide what they want; only the kind is given.
-            self._insisted.setdefault(record.name, frozenset({"broadcast"}))
         for number in sorted(replay.assumed):
             record = replay.queues[number]
             journal.declare(record.name, record.group, record.config, number)
@@ -207,7 +283,7 @@ class Catalogue:
 
     def _new_group(self, topic: Topic, group: str) -> QueueActor:
         check_name(group, "group")
-        number = self._write(topic.name, group, topic.config)
+        number = self._write(topic.name, group, {})
         return self._actor(topic.name, topic.config, number, group)
 
     def _actor(
@@ -220,21 +296,32 @@ class Catalogue:
             name, config, manager=manager, loop=loop, journal=journal, number=number, group=group
         )
 
-    def _write(self, name: str, group: str | None, config: QueueConfig) -> int:
+    def _write(self, name: str, group: str | None, config: dict[str, object]) -> int:
         """Write a declaration down; the number under which it stands."""
         self._own_loop()
         if self._journal is None:
             return 0
-        return self._journal.declare(name, group, {} if group is not None else asdict(config))
+        return self._journal.declare(name, group, config)
 
 
 def _actors(channel: QueueActor | Topic) -> list[QueueActor]:
     return [channel] if isinstance(channel, QueueActor) else [*channel.groups.values()]
 
 
-def _with_kind(insisted: Collection[str]) -> frozenset[str]:
-    """These fields, and the kind, on which everybody insists; one set for all who name them all."""
-    return ALL_FIELDS if insisted is ALL_FIELDS else frozenset({*insisted, "broadcast"})
+def _set_in(config: Mapping[str, object]) -> Mapping[str, object]:
+    """The fields that a record of the log sets.
+
+    A record of version 0.1 names every field. There, what equals the default counts as not set, so
+    that the queue follows the settings of its owner as others do.
+    """
+    if not config.keys() >= ALL_FIELDS:
+        return config
+    usual = asdict(_USUAL)
+    return {
+        field: value
+        for field, value in config.items()
+        if field not in OWNER_FIELDS or value != usual[field]
+    }
 
 
 def _known(config: Mapping[str, object]) -> dict[str, Any]:

@@ -49,6 +49,7 @@ logger = logging.getLogger("qkit.native")
 
 RESTORED_AT_ONCE: Final = 1_000
 MEMORY_LIMIT: Final = 64 << 20
+UNLIMITED: Final = QueueConfig(max_deliveries=None)
 
 
 class Engine:
@@ -68,7 +69,7 @@ class Engine:
     the loop that opened it runs.
     """
 
-    def __init__(self, *, clock: Clock | None = None) -> None:
+    def __init__(self, *, clock: Clock | None = None, defaults: QueueConfig | None = None) -> None:
         self.clock: Clock = clock if clock is not None else SystemClock()
         self.gate = Gate()
         self._now = self.clock.monotonic
@@ -77,7 +78,7 @@ class Engine:
         self._journal: Journal | None = None
         self._entered = False
         self._closed = False
-        self.catalogue = Catalogue(self, self._own_loop)
+        self.catalogue = Catalogue(self, self._own_loop, defaults or UNLIMITED)
         self._channels = self.catalogue.channels
         self._callbacks: builtins.list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
@@ -94,18 +95,20 @@ class Engine:
         memory_limit: int = MEMORY_LIMIT,
         repair: bool = False,
         clock: Clock | None = None,
+        defaults: QueueConfig | None = None,
     ) -> Engine:
         """Open a durable engine in a directory, which is made if need be, and recover it.
 
         A ``publish`` returns when the message is on the disk (``fsync="always"``), at most
         ``fsync_interval`` seconds earlier (``"interval"``), or once the operating system has it
         (``"never"``). Bodies above ``memory_limit`` bytes in sum stay on the disk. What consumers
-        held is delivered again, its attempts kept.
+        held is delivered again, its attempts kept. ``defaults`` configures queues for which a
+        declaration of the SDK or a bulk file sets nothing; ``create`` does not use it.
 
         Raises ``LogLocked`` (another process has it), ``LogDamaged`` (stored messages cannot be
         read; ``repair=True`` keeps all that is whole), ``LogVersion``, ``StorageError``.
         """
-        engine = cls(clock=clock)
+        engine = cls(clock=clock, defaults=defaults)
         storage = Storage(
             Disk(path),
             clock=engine.clock,
@@ -256,7 +259,7 @@ class Engine:
             max_backoff=max_backoff,
             balance=balance,
         )
-        self.catalogue.declare(name, config)
+        self.catalogue.create(name, config)
         await self.written()
 
     @carried

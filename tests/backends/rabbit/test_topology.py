@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import aiormq
 import pytest
 from pamqp.commands import Basic
@@ -22,7 +25,9 @@ from tests.support.rabbitmq import (
     ready,
     refused,
     spec,
+    take,
 )
+from tests.support.waiting import eventually
 
 
 async def test_dead_letters_have_an_exchange_a_binding_and_an_argument(
@@ -56,40 +61,194 @@ async def test_queues_and_messages_survive_a_restart_of_the_broker(
             await channel.queue_declare(name, durable=False)
 
 
-async def test_a_queue_declared_elsewhere_with_other_arguments_names_the_difference(
+# -- queues that exist with other arguments ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"x-max-priority": 3},
+        {"x-max-length": 7, "x-overflow": "reject-publish", "x-message-ttl": 60_000},
+        {"x-dead-letter-exchange": "theirs", "x-queue-mode": "lazy"},
+        {"x-dead-letter-exchange": "it's 'theirs'", "x-single-active-consumer": True},
+    ],
+    ids=["none", "fewer-priorities", "limits", "other-exchange", "quotes-and-bool"],
+)
+async def test_a_queue_that_exists_with_other_arguments_is_used_as_it_is(
+    classic: RabbitMQBackend,
+    raw: aiormq.Channel,
+    name: str,
+    arguments: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    await raw.queue_declare(name, durable=True, arguments=arguments)
+    await declare(classic, name)
+    (warning,) = [text for text in caplog.messages if "used as it is" in text]
+    wanted = classic._topology.arguments(classic._specs[name])
+    for argument in (wanted.keys() | arguments.keys()) - {"x-queue-type"}:
+        told = f"{argument} is {arguments.get(argument)!r}, qkit declares {wanted.get(argument)!r}"
+        assert told in warning
+    await declare(classic, name)
+    assert len([text for text in caplog.messages if "used as it is" in text]) == 1
+    await classic.publish(name, [Envelope("a", b"x")])
+    async with classic.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        await subscription.release(delivery, 0.1)
+        (delivery,) = await take(subscription)
+        await subscription.ack(delivery)
+
+
+async def test_a_difference_that_the_broker_cuts_off_is_no_obstacle(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """RabbitMQ's answer has 255 bytes, and a channel's name up to 200 of them."""
+    long = f"{name}-".ljust(200, "x")
+    await raw.queue_declare(long, durable=True, arguments={"x-max-priority": 3})
+    await classic.declare(QueueSpec(name=long))
+    assert "RabbitMQ does not tell which" in caplog.text
+    await classic.publish(long, [Envelope("a", b"x")])
+    assert await ready(raw, long) == 1
+
+
+async def test_a_queue_that_would_lose_messages_is_refused(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    await raw.queue_declare(name, durable=True, arguments={"x-max-priority": 3})
-    with pytest.raises(ConfigError) as caught:
-        await classic.declare(QueueSpec(name=name, max_priority=9))
-    assert "x-max-priority: '3' there, '9' here" in str(caught.value)
-    with pytest.raises(ConfigError, match="x-max-priority: '3' there, none here"):
-        await classic.declare(QueueSpec(name=name))
-    await raw.queue_delete(name)
     await raw.queue_declare(name, durable=False, auto_delete=True)
     with pytest.raises(ConfigError, match=r"durable: 'false' there, 'true' here"):
         await classic.declare(QueueSpec(name=name))
+
+
+async def test_more_priorities_than_a_queue_has_are_refused(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await raw.queue_declare(name, durable=True, arguments={"x-max-priority": 3})
+    with pytest.raises(ConfigError, match=r"created with 3 priorities.*delete the queue"):
+        await classic.declare(QueueSpec(name=name, max_priority=9))
     await raw.queue_delete(name)
     await classic.declare(QueueSpec(name=name))
+    with pytest.raises(ConfigError, match="created with 9 priorities"):
+        await classic.declare(QueueSpec(name=name, max_priority=20))
 
 
-async def test_a_service_does_not_come_up_on_such_a_queue(
-    raw: aiormq.Channel, rabbitmq_url: str, name: str
+async def test_another_type_of_queue_is_refused(
+    classic: RabbitMQBackend, quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
 ) -> None:
-    await raw.queue_declare(name, durable=True, arguments={"x-max-length": 7})
+    await classic.declare(QueueSpec(name=name))
+    with pytest.raises(ConfigError, match=r"exists as a classic queue.*set replicas=1"):
+        await quorum.declare(QueueSpec(name=name))
+    for queue in (name, f"{name}.dlq"):
+        await raw.queue_delete(queue)
+    await quorum.declare(QueueSpec(name=name))
+    with pytest.raises(ConfigError, match=r"exists as a quorum queue.*set replicas above 1"):
+        await classic.declare(QueueSpec(name=name))
 
-    @consume(name)
-    async def handle(body: str) -> None: ...
 
-    service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
-    service.register(handle)
+async def test_fewer_copies_than_replicas_are_refused(
+    quorum: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    await quorum.declare(QueueSpec(name=name))
+    three = RabbitMQBackend(rabbitmq_url, replicas=3)
+    await three.start()
     try:
-        with pytest.raises(ConfigError, match="exists with another x-"):
-            await service.start()
+        with pytest.raises(ConfigError, match="created with 1 copies"):
+            await three.declare(QueueSpec(name=name))
     finally:
-        await service.shutdown()
-        for queue in (name, f"{name}.dlq"):
-            await raw.queue_delete(queue)
+        await three.aclose()
+
+
+async def test_messages_expire_in_the_broker_only_on_a_safe_way_to_the_dead_letters(
+    quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    soon = Envelope("a", b"x", expires_at=time.time() + 60)
+    await raw.queue_declare(name, durable=True, arguments={"x-queue-type": "quorum"})
+    await declare(quorum, name)
+    await quorum.publish(name, [soon])
+    message = await raw.basic_get(name, no_ack=True)
+    assert message.header.properties.expiration is None
+    await raw.queue_delete(name)
+    await declare(quorum, name)
+    await quorum.publish(name, [soon])
+    message = await raw.basic_get(name, no_ack=True)
+    assert message.header.properties.expiration is not None
+
+
+@pytest.mark.parametrize("first", ["sender", "worker"])
+async def test_without_dead_letters_the_arguments_are_the_same(
+    classic: RabbitMQBackend, quorum: RabbitMQBackend, name: str, first: str
+) -> None:
+    """What the broker takes out by itself goes where the settings say."""
+    for backend in (classic, quorum):
+        queue = f"{name}-{'quorum' if backend is quorum else 'classic'}"
+        sender = QueueSpec(name=queue, dead_letter=f"{queue}.dlq")
+        worker = QueueSpec(name=queue, consumed=True)
+        for declaration in (sender, worker) if first == "sender" else (worker, sender):
+            await backend.declare(declaration)
+        assert (await backend.stats(f"{queue}.dlq")).depth == 0
+        arguments = backend._topology.arguments(worker)
+        assert arguments == backend._topology.arguments(sender)
+        assert arguments["x-dead-letter-routing-key"] == f"{queue}.dlq"
+
+
+async def test_a_dead_letter_queue_keeps_its_limit(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    dropped: list[str] = []
+    classic.on_dropped_letter(lambda letter: dropped.append(letter.message_id))
+    await raw.queue_declare(
+        name, durable=True, arguments={"x-max-length": 1, "x-overflow": "drop-head"}
+    )
+    await classic.declare(QueueSpec(name=name, drop_oldest=True, max_depth=100))
+    await classic.publish(name, [Envelope("a", b"")])
+    await classic.publish(name, [Envelope("b", b"")])
+    assert dropped == ["a"]
+
+
+# -- passive ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topic", [False, True])
+async def test_retries_without_a_delay_cascade_are_refused_at_start(
+    raw: aiormq.Channel, rabbitmq_url: str, name: str, topic: bool
+) -> None:
+    """Seven copies have a cascade of their own, which no test creates."""
+    queues = [name, f"{name}.dlq"]
+    kind: dict[str, Any] = {"x-queue-type": "quorum"}
+    for queue in queues:
+        await raw.queue_declare(queue, durable=True, arguments=kind)
+    if topic:
+        queues.append(group_queue(name, "g"))
+        await raw.queue_declare(queues[-1], durable=True, arguments=kind)
+        await raw.exchange_declare(name, exchange_type="fanout", durable=True)
+        await raw.queue_bind(queues[-1], name)
+    got: list[str] = []
+
+    def service(**retry: Any) -> QueueService:
+        @consume(name, group="g", broadcast=topic)
+        async def handle(body: str) -> None:
+            got.append(body)
+            raise RuntimeError("planted")
+
+        settings = Settings(
+            type="rabbitmq", url=rabbitmq_url, replicas=7, declare="passive", retry=retry
+        )
+        made = QueueService(settings)
+        made.register(handle)
+        return made
+
+    refused = service()
+    try:
+        with pytest.raises(ConfigError, match=r"retries need qkit.delay.*retry.mode='inline'"):
+            await refused.start()
+    finally:
+        await refused.shutdown()
+    inline = service(mode="inline", initial_delay=0.01)
+    async with inline:
+        await (inline.publish(name, "x") if topic else inline.send(name, "x"))
+        await eventually(lambda: inline.dead_letters(name).list())
+        assert got == ["x"] * 3
+    for queue in queues:
+        await raw.queue_delete(queue)
 
 
 async def test_passive_creates_nothing(

@@ -19,9 +19,8 @@ from aiormq import Channel
 from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 from yarl import URL
 
-from qkit.backends.rabbit.failures import translated
+from qkit.backends.rabbit.failures import BACKEND, translated
 from qkit.backends.rabbit.leniency import read_leniently
-from qkit.backends.rabbit.topology import BACKEND
 from qkit.errors import BackendUnavailable, ConfigError
 
 __all__ = ["Address", "Link"]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from aiormq import exceptions
 from pamqp.exceptions import PAMQPException
 
-from qkit.backends.rabbit.topology import BACKEND
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,
@@ -22,7 +21,17 @@ from qkit.errors import (
     QueueNotFound,
 )
 
-__all__ = ["DRIVER_ERRORS", "error_of", "interrupted", "translated"]
+__all__ = [
+    "BACKEND",
+    "DRIVER_ERRORS",
+    "Difference",
+    "difference_of",
+    "error_of",
+    "interrupted",
+    "translated",
+]
+
+BACKEND: Final = "rabbitmq"
 
 DRIVER_ERRORS: Final = (
     exceptions.AMQPError,
@@ -39,7 +48,28 @@ _DIFFERENCE: Final = re.compile(
     r"inequivalent arg '(?P<argument>[^']*)' for (?P<kind>\w+) '(?P<name>[^']*)'.*: "
     r"received (?P<here>.*) but current is (?P<there>.*)"
 )
+_ARGUMENT: Final = re.compile(r"inequivalent arg '(?P<argument>[^']*)'")
 _VALUE: Final = re.compile(r"(?:the value )?('[^']*')(?: of type '\w+')?")
+_PLAIN: Final = re.compile(r"'(?P<value>.*)'")
+_TYPED: Final = re.compile(r"the value '(?P<value>.*)' of type '(?P<type>\w+)'")
+_TYPES: Final[Mapping[str, type]] = {
+    "longstr": str,
+    "bool": bool,
+    **dict.fromkeys(("byte", "unsignedbyte", "short", "unsignedshort"), int),
+    **dict.fromkeys(("signedint", "unsignedint", "long", "unsignedlong"), int),
+}
+
+
+class Difference(NamedTuple):
+    """An argument that a queue was created with, other than the one it was declared with.
+
+    ``value`` is ``None`` where the queue has no such argument. ``known`` is false where RabbitMQ's
+    text does not tell the value: it is cut at 255 bytes, and some types are not shown.
+    """
+
+    argument: str
+    value: str | int | bool | None = None
+    known: bool = True
 
 
 @asynccontextmanager
@@ -113,6 +143,39 @@ def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
             return BackendUnavailable, "the connection to RabbitMQ was closed"
         case _:
             return QueueError, f"RabbitMQ refused: {said}"
+
+
+def difference_of(
+    error: exceptions.ChannelPreconditionFailed, sent: Mapping[str, object]
+) -> Difference | None:
+    """The argument that RabbitMQ refused to declare a queue with, if that was the reason.
+
+    ``sent`` has the arguments of the declaration: the type of a value is told only if it differs.
+    """
+    said = str(error)
+    argument = _ARGUMENT.search(said)
+    if argument is None:
+        return None
+    name = argument["argument"]
+    whole = _DIFFERENCE.search(said)
+    there = None if whole is None else whole["there"].strip()
+    if there == "none":
+        return Difference(name)
+    if there is not None and (typed := _TYPED.fullmatch(there)) is not None:
+        return _typed(name, typed["value"], _TYPES.get(typed["type"]))
+    if there is not None and (plain := _PLAIN.fullmatch(there)) is not None:
+        return _typed(name, plain["value"], type(sent.get(name)))
+    return Difference(name, known=False)
+
+
+def _typed(argument: str, value: str, kind: type | None) -> Difference:
+    if kind is str:
+        return Difference(argument, value)
+    if kind is bool:
+        return Difference(argument, value == "true")
+    if kind is int and value.lstrip("-").isdigit():
+        return Difference(argument, int(value))
+    return Difference(argument, known=False)
 
 
 def _precondition(said: str) -> tuple[type[QueueError], str]:

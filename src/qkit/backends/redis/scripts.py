@@ -8,8 +8,9 @@ from qkit.backends.redis.lua import Script
 
 __all__ = ["ACK", "CLAIM", "DECLARE", "EXTEND", "JOIN", "PLAIN", "RELEASE", "SEND"]
 
-# ARGV: base, kind, then fields and values. Whoever declares last says how it is from then on.
-# Without a kind: whatever there is, be it a mere list that another program made; false if nothing.
+# ARGV: base, kind, default dead-letter queue (or ''), then fields and values. What is set, the last
+# declaration sets; a default applies where nothing was set. Without a kind: whatever there is, also
+# a plain list that another program made; false if nothing.
 DECLARE: Final = Script(
     r"""
 local kind = redis.call('HGET', KEYS[1], 'kind')
@@ -21,7 +22,8 @@ redis.call('HSET', KEYS[1], 'kind', wanted)
 -- deleted and made again never names what an old consumer still holds.
 local t = redis.call('TIME')
 redis.call('HSETNX', KEYS[1], 'seq', string.format('%.0f', t[1] * 1000000 + t[2]))
-for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if ARGV[3] and ARGV[3] ~= '' then redis.call('HSETNX', KEYS[1], 'dead_letter', ARGV[3]) end
+for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return wanted
 """,
     library=False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
@@ -371,8 +371,15 @@ def decode_number(body: bytes) -> int:
 
 
 def encode_record(record: QueueSpec | SubscriptionSpec) -> bytes:
-    """A specification by its fields."""
-    return encode_json(asdict(record))
+    """A specification by its fields, without those that have their default.
+
+    So an owner of an older version understands it, unless it uses what that version lacks.
+    """
+    values = asdict(record)
+    for field in fields(record):
+        if values[field.name] == field.default:
+            del values[field.name]
+    return encode_json(values)
 
 
 def decode_record(cls: type[R], body: bytes) -> R:
