@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backend import Delivery
+from qkit.backend import Delivery, QueueSpec
 from qkit.backends.native import NativeBackend, NativeSubscription
 from qkit.clock import Clock
 from qkit.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consumer import Consumer
 from qkit.crew import Crew
-from qkit.errors import QueueError
+from qkit.errors import ConfigError, QueueError
 from qkit.executor import RetryLater
 from qkit.health import Connection
 from qkit.intake import Intake
@@ -51,6 +51,53 @@ def wrap(
 ) -> None:
     """Replace a method by ``change(original)``."""
     patch.setattr(owner, name, change(getattr(owner, name)))
+
+
+# -- declarations --------------------------------------------------------------------------------
+
+
+@fault("test_a_sender_does_not_change_how_often_a_message_may_crash")
+def a_sender_sets_how_often_a_message_may_crash(patch: pytest.MonkeyPatch) -> None:
+    def change(original: Any) -> Callable[..., Any]:
+        async def declare(self: Any, spec: QueueSpec) -> None:
+            if spec.max_deliveries is None and not spec.drop_oldest:
+                spec = replace(spec, max_deliveries=10)
+            await original(self, spec)
+
+        return declare
+
+    wrap(patch, NativeBackend, "declare", change)
+
+
+@fault("test_what_expires_is_no_dead_letter_where_the_consumer_keeps_none")
+def a_consumer_cannot_do_without_dead_letters(patch: pytest.MonkeyPatch) -> None:
+    def change(original: Any) -> Callable[..., Any]:
+        async def declare(self: Any, spec: QueueSpec) -> None:
+            if spec.dead_letter is None and not spec.drop_oldest:
+                spec = replace(spec, dead_letter=f"{spec.name}_dlq")
+            await original(self, spec)
+
+        return declare
+
+    wrap(patch, NativeBackend, "declare", change)
+
+
+@fault(
+    "test_a_worker_starts_on_what_a_plain_sender_declared",
+    "test_two_versions_of_a_worker_run_side_by_side",
+)
+def a_second_declaration_with_other_options_is_refused(patch: pytest.MonkeyPatch) -> None:
+    def change(original: Any) -> Callable[..., Any]:
+        async def declare(self: Any, spec: QueueSpec) -> None:
+            engine = self._engine
+            known = engine.__dict__.setdefault("declared_as", {})
+            if known.setdefault(spec.name, spec) != spec:
+                raise ConfigError(f"{spec.name} was declared otherwise")
+            await original(self, spec)
+
+        return declare
+
+    wrap(patch, NativeBackend, "declare", change)
 
 
 # -- backends ------------------------------------------------------------------------------------

@@ -232,6 +232,15 @@ class KafkaBackend:
             if not await self._cluster.look(queue):
                 raise not_found(queue, "declare")
             await self._create(retry, TIERS, 1 if spec is None else spec.replicas)
+        elif not await self._cluster.look(retry):
+            raise ConfigError(
+                f"delays and retries need the topic {retry!r}, which does not exist, and "
+                "declare='passive' creates nothing: start a service with declare='create' once, or "
+                f"create it with {TIERS} partitions",
+                backend=self.name,
+                operation="declare",
+                queue=queue,
+            )
         if await self._cluster.partitions(retry, "declare") < TIERS:
             raise ConfigError(
                 f"the topic {retry!r} has fewer than {TIERS} partitions, one for each power of two "
