@@ -13,11 +13,13 @@ import stat
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 
 import qkit
+from qkit.web import openapi
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -178,3 +180,15 @@ def test_make_venv_removes_the_distribution_of_the_old_name_first(
     assert len(made) == 1
     assert len(removed) == installed
     assert all(n < made[0] for n in removed)
+
+
+def test_a_version_that_is_not_installed_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def missing(name: str) -> str:
+        asked.append(name)
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(openapi, "version", missing)
+    assert openapi.document([])["info"]["version"] == "unknown"
+    assert asked == [PROJECT["name"]]

@@ -263,7 +263,7 @@ async def hold(settings: Settings) -> None:
             if priorities and number % 3:
                 options["priority"] = {1: 1, 2: 9}[number % 3]
             await old.order(f"waiting-{number}", "waiting", **options)
-        if settings.replicas == 1:  # RabbitMQ refuses an expiration beyond 49 days, quorum has one
+        if settings.replicas == 1:  # RabbitMQ refuses so long an expiration; quorum sets one
             await old.order("lasting", "waiting", ttl=FAR)
         await old.order("short-lived", "expired", ttl=30.0)
         for number in (1, 2):
