@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import qkit
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 PROGRAM = """
@@ -52,6 +54,12 @@ assert not set(EXTRAS) & set(sys.modules)
 print("handled")
 """
 
+WITH_REDIS = """
+from qkit import QueueService, Settings
+
+QueueService(Settings(type="redis", mode="list", url="redis://localhost/"))
+"""
+
 
 def run(*arguments: str | Path, directory: Path) -> str:
     """Run a program that sees nothing of this environment; its output is the failure's text."""
@@ -78,10 +86,19 @@ def run(*arguments: str | Path, directory: Path) -> str:
 def test_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
     run(*build, "--outdir", tmp_path, REPOSITORY, directory=tmp_path)
-    (wheel,) = tmp_path.glob("qkit-*.whl")
+    (wheel,) = tmp_path.glob("qkit_messaging-*.whl")
     venv.create(tmp_path / "empty", with_pip=True)
     python = tmp_path / "empty" / "bin" / "python"
     run(python, "-m", "pip", "install", "--quiet", wheel, directory=tmp_path)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     assert "handled" in run(python, program, directory=tmp_path)
+    assert "Name: qkit-messaging" in run(
+        python, "-m", "pip", "show", "qkit-messaging", directory=tmp_path
+    )
+
+    # As docs/install.md has it: the file with the extras behind it.
+    run(python, "-m", "pip", "install", "--quiet", f"./{wheel.name}[cli,redis]", directory=tmp_path)
+    shown = run(python.with_name("qkit"), "--version", directory=tmp_path)
+    assert shown.strip() == f"qkit {qkit.__version__}"
+    run(python, "-c", WITH_REDIS, directory=tmp_path)

@@ -91,7 +91,8 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
         if (error.name or "").partition(".")[0] not in ("redis", "hiredis"):
             raise
         raise ConfigError(
-            "type 'redis' needs the Redis client: pip install 'qkit[redis]'", cause=error
+            "type 'redis' needs the Redis client: install the extra 'redis', see docs/install.md",
+            cause=error,
         ) from error
 
     assert settings.url is not None
@@ -121,7 +122,9 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
         if (error.name or "").partition(".")[0] not in {"aiormq", "pamqp", "yarl"}:
             raise
         raise ConfigError(
-            "type 'rabbitmq' needs the RabbitMQ client: pip install 'qkit[rabbitmq]'", cause=error
+            "type 'rabbitmq' needs the RabbitMQ client: install the extra 'rabbitmq', "
+            "see docs/install.md",
+            cause=error,
         ) from error
 
     assert settings.url is not None
@@ -146,7 +149,8 @@ def _kafka(settings: Settings, clock: Clock) -> Backend:
         if (error.name or "").partition(".")[0] != "aiokafka":
             raise
         raise ConfigError(
-            "type 'kafka' needs the Kafka client: pip install 'qkit[kafka]'", cause=error
+            "type 'kafka' needs the Kafka client: install the extra 'kafka', see docs/install.md",
+            cause=error,
         ) from error
 
     assert settings.url is not None

@@ -104,5 +104,5 @@ def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> 
     for module in [item for item in sys.modules if item.partition(".")[0] in {"aiormq", "pamqp"}]:
         monkeypatch.setitem(sys.modules, module, None)
     settings = Settings(type="rabbitmq", url="amqp://localhost/")
-    with pytest.raises(ConfigError, match=r"pip install 'qkit\[rabbitmq\]'"):
+    with pytest.raises(ConfigError, match="install the extra 'rabbitmq'"):
         open_backend(settings, SystemClock())

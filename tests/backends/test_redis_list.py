@@ -712,7 +712,7 @@ def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, mis
     for module in [item for item in sys.modules if item.partition(".")[0] == missing]:
         monkeypatch.setitem(sys.modules, module, None)
     settings = Settings(type="redis", mode="list", url="redis://localhost/")
-    with pytest.raises(ConfigError, match=r"pip install 'qkit\[redis\]'"):
+    with pytest.raises(ConfigError, match="install the extra 'redis'"):
         open_backend(settings, SystemClock())
 
 

@@ -1,6 +1,6 @@
 """The ``qkit`` command: run workers, send, look into queues, replay dead letters.
 
-It needs the extra: ``pip install 'qkit[cli]'``. ``qkit --help`` tells the rest.
+It needs the extra ``cli``: see docs/install.md. ``qkit --help`` tells the rest.
 """
 
 from __future__ import annotations
@@ -17,5 +17,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"rich", "typer"}:
             raise
-        sys.exit(f"qkit: the command line needs {error.name}: pip install 'qkit[cli]'")
+        sys.exit(
+            f"qkit: the command line needs {error.name}: install the extra 'cli', "
+            "see docs/install.md"
+        )
     app(prog_name="qkit")

@@ -18,7 +18,8 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in {"pyspark", "pyarrow", "pandas"}:
         raise
     raise ModuleNotFoundError(
-        f"qkit.spark needs {error.name}: pip install 'qkit[spark]'", name=error.name
+        f"qkit.spark needs {error.name}: install the extra 'spark', see docs/install.md",
+        name=error.name,
     ) from error
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ Serve it beside a worker, or mount it in an application that there is already::
     app = FastAPI(lifespan=lifespan(service))                 # starts and drains the service
     app.mount("/queues", create_app(service, token=token))
 
-It needs the extra: ``pip install 'qkit[web]'``.
+It needs the extra ``web``: see docs/install.md.
 """
 
 from qkit.errors import ConfigError
@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in {"prometheus_client", "starlette", "uvicorn"}:
         raise
     raise ConfigError(
-        f"qkit.web needs {error.name}: pip install 'qkit[web]'", cause=error
+        f"qkit.web needs {error.name}: install the extra 'web', see docs/install.md", cause=error
     ) from error
 
 __all__ = ["create_app", "lifespan", "readiness", "serve"]

@@ -88,6 +88,6 @@ def _content(shape: type, schemas: Json, mode: JsonSchemaMode) -> Json:
 
 def _version() -> str:
     try:
-        return version("qkit")
+        return version("qkit-messaging")
     except PackageNotFoundError:  # run from a checkout that is not installed
-        return "0"
+        return "unknown"

@@ -1,0 +1,194 @@
+"""Install lines: none names a package of others, and every extra and page that is named exists.
+
+``qkit`` on PyPI belongs to others and ``qkit-messaging`` is not published, so a line that installs
+either from an index would install foreign code, or nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+import qkit
+from qkit.web import openapi
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = set(PROJECT["optional-dependencies"])
+PLACES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "Makefile", "pyproject.toml")
+TREES = ("docs", "src", "examples", "scripts", "spark", "benchmarks", ".ci")
+
+INSTALL = re.compile(r"pip3? install\b([^\n`]*)")
+WITH_EXTRAS = re.compile(r"([\w./-]*qkit[\w.-]*|/[\w./-]+)\[([a-z]+(?:,[a-z]+)*)\]")
+OURS = re.compile(r"(qkit|qkit[-_.]messaging)(?![\w/-])", re.IGNORECASE)
+NAMED_EXTRA = re.compile(r"\bextra (?:'(\w+)'|`{1,2}(\w+)`{1,2})")
+PAGE = re.compile(r"\bdocs/[\w/-]+\.md")
+
+
+def texts() -> list[Path]:
+    """Every file of the project that a person reads or runs."""
+    files = [ROOT / name for name in PLACES]
+    for tree in TREES:
+        files += [path for path in (ROOT / tree).rglob("*") if path.is_file()]
+    kinds = {".md", ".py", ".toml", ".html", ".js", ""}
+    return sorted(p for p in files if p.suffix in kinds and "__pycache__" not in p.parts)
+
+
+def faults(text: str) -> list[str]:
+    """What is wrong with the install lines of a text."""
+    found: list[str] = []
+    for line in INSTALL.findall(text.replace("\\\n", " ")):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a quote of the sentence around it
+            words = line.split()
+        for word in words:
+            name = OURS.match(word)
+            if name and not re.match(r"(\[[\w,]*\])? *@ *(git\+|file:)", word[name.end() :]):
+                found.append(f"pip install{line}: {word!r} would come from an index")
+    for match in WITH_EXTRAS.finditer(text):
+        if match[1] == "qkit":
+            found.append(f"{match[0]}: the distribution is called qkit-messaging")
+        found += [f"{match[0]}: no extra {name!r}" for name in set(match[2].split(",")) - EXTRAS]
+    for names in NAMED_EXTRA.findall(text):
+        found += [f"no extra {name!r}" for name in names if name and name not in EXTRAS]
+    return found
+
+
+def test_install_lines_name_only_what_exists() -> None:
+    found = {str(p.relative_to(ROOT)): faults(p.read_text(errors="replace")) for p in texts()}
+    assert len(found) > 200
+    assert {path: wrong for path, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install qkit",
+        "pip install 'qkit[redis]'",
+        "It needs the extra: ``pip install 'qkit[web]'``.",
+        "python -m pip install --upgrade qkit==0.1.0",
+        "pip install qkit-messaging",
+        "pip install 'qkit-messaging[redis]>=0.1'",
+        "pip install pydantic \\\n    qkit_messaging",
+        "pip install 'qkit-messaging[rediss] @ git+<repository-url>'",
+        "pip install './qkit[rediss]'",
+        "pip install '/path/to/clone[redis,rabbit]'",
+        "the extra `qkit[redis]`",
+        "install the extra 'rediss', see docs/install.md",
+    ],
+)
+def test_a_wrong_line_is_found(line: str) -> None:
+    assert faults(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install /path/to/clone",
+        "pip install './qkit[redis,cli]'",
+        "pip install './dist/qkit_messaging-0.1.0-py3-none-any.whl[redis]'",
+        "pip install 'qkit-messaging[redis] @ git+<repository-url>'",
+        "pip install 'qkit-messaging @ file:///srv/qkit_messaging-0.1.0-py3-none-any.whl'",
+        "pip install --no-deps --editable .",
+        "install the extra 'redis', see docs/install.md",
+    ],
+)
+def test_a_right_line_is_accepted(line: str) -> None:
+    assert faults(line) == []
+
+
+def test_the_page_of_installing_shows_every_source_and_every_extra() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    installs = "\n".join(INSTALL.findall(page))
+    for wanted in ("./qkit", ".whl[", "git+<repository-url>"):
+        assert wanted in installs
+    assert {name for name in EXTRAS if f"`{name}`" in page} == EXTRAS
+    assert f"qkit_messaging-{qkit.__version__}-py3-none-any.whl" in page
+    assert qkit.__version__ == PROJECT["version"]
+
+
+MISSING = {
+    "redis": ("redis", "Settings(type='redis', mode='list', url='redis://localhost/')"),
+    "rabbitmq": ("aiormq", "Settings(type='rabbitmq', url='amqp://localhost/')"),
+    "kafka": ("aiokafka", "Settings(type='kafka', url='localhost:9092')"),
+    "web": ("starlette", "import qkit.web"),
+    "spark": ("pyspark", "import qkit.spark"),
+    "cli": ("typer", "from qkit.cli import main; main()"),
+}
+
+
+def test_every_extra_has_an_error_for_its_missing_library() -> None:
+    assert set(MISSING) == EXTRAS - {"all"}
+
+
+@pytest.mark.parametrize("extra", sorted(MISSING))
+def test_the_error_for_a_missing_library_names_its_extra_and_a_page(extra: str) -> None:
+    library, code = MISSING[extra]
+    if code.startswith("Settings"):
+        code = f"from qkit import QueueService, Settings; QueueService({code})"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("QKIT_")}
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules[{library!r}] = None; {code}"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    last = ran.stderr.strip().splitlines()[-1]
+    assert f"install the extra '{extra}', see docs/install.md" in last
+    assert faults(last) == []
+    for page in PAGE.findall(last):
+        assert (ROOT / page).is_file()
+
+
+def test_no_install_line_is_left_in_an_error() -> None:
+    """An error is read where the clone or wheel is not at hand: it names the page instead."""
+    for path in (ROOT / "src").rglob("*.py"):
+        assert not INSTALL.search(path.read_text()), path
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_make_venv_removes_the_distribution_of_the_old_name_first(
+    tmp_path: Path, installed: bool
+) -> None:
+    # Of two editable installs the old one is imported; removed later, it takes the command along.
+    script = tmp_path / "scripts" / "make-venv"
+    script.parent.mkdir()
+    script.write_text((ROOT / "scripts" / "make-venv").read_text())
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    shown = "exit 0" if installed else "exit 1"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase "$*" in "-m pip show"*) {shown};; esac\n'
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    subprocess.run(["bash", str(script), "run"], check=True, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    removed = [n for n, call in enumerate(calls) if "uninstall" in call and call.endswith(" qkit")]
+    made = [n for n, call in enumerate(calls) if "--editable ." in call]
+    assert len(made) == 1
+    assert len(removed) == installed
+    assert all(n < made[0] for n in removed)
+
+
+def test_a_version_that_is_not_installed_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def missing(name: str) -> str:
+        asked.append(name)
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(openapi, "version", missing)
+    assert openapi.document([])["info"]["version"] == "unknown"
+    assert asked == [PROJECT["name"]]
