@@ -185,6 +185,7 @@ class RabbitMQBackend(Administration):
             and spec is not None
             and spec.dead_letter is not None,
             due=envelope.not_before if delay > LONGEST else None,
+            frame=self._sending.frame,
         )
         if delay > 0:
             return Outgoing(target, *self._cascade.way(target, delay), facts, envelope.body)
