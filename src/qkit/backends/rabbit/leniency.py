@@ -22,7 +22,8 @@ UNREADABLE: Final = "qkit-unreadable-headers"
 
 _decode: Any = decode  # its tables promise a value where AMQP has none
 
-_TABLE, _ARRAY = ord("F"), ord("A")
+_TEXT, _TABLE, _ARRAY = ord("S"), ord("F"), ord("A")
+_length: Final = struct.Struct(">I").unpack_from
 _WITH_LENGTH: Final = frozenset(b"SAFx")  # four bytes of length come first
 _SIZES: Final = {
     **dict.fromkeys(b"V\x00", 0),
@@ -74,15 +75,30 @@ def _table(value: bytes) -> tuple[int, dict[str, object]]:
     try:
         at = 4
         while at < end:
-            at, name = _name(value, at)
-            stop = _end(value, at, end)
-            text = name.decode(errors="surrogateescape")
+            start = at + 1
+            at = start + value[at]
             try:
-                found[text] = _value(value, at, stop, 0)
+                name = value[start:at].decode()
+            except UnicodeDecodeError:
+                name = value[start:at].decode(errors="surrogateescape")
+            if value[at] == _TEXT:  # nearly all
+                start = at + 5
+                at = start + _length(value, at + 1)[0]
+                content = value[start:at]
+                try:
+                    found[name] = content.decode()
+                except UnicodeDecodeError:
+                    found[name] = content
+                continue
+            stop = _end(value, at, end)
+            try:
+                found[name] = _value(value, at, stop, 0)
             except _ERRORS:
-                found[text] = Unreadable(value[at:stop])
+                found[name] = Unreadable(value[at:stop])
             at = stop
-    except _ERRORS:
+        if at != end:
+            raise ValueError("a value is longer than its table")
+    except _ERRORS:  # a length that is wrong: the driver has no way to say so but to hang up
         return end, {UNREADABLE: Unreadable(value[4:end])}
     return end, found
 
@@ -96,7 +112,8 @@ def _end(data: bytes, at: int, limit: int) -> int:
     """Return where the value at ``at`` ends."""
     kind = data[at]
     if kind in _WITH_LENGTH:
-        end = at + 5 + int.from_bytes(data[at + 1 : at + 5], "big")
+        length: int = _length(data, at + 1)[0]
+        end = at + 5 + length
     else:
         end = at + 1 + _SIZES[kind]
     if end > limit:

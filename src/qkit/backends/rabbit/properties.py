@@ -336,8 +336,9 @@ def _read_headers(table: Table, envelope: Envelope, raw: dict[str, bytes]) -> No
     for name, value in table.items():
         if name in _OWN:
             if name == KEY:
-                envelope.key = _text(value)
-                _keep_value(value, "key", raw)
+                envelope.key = value if type(value) is str else _text(value)
+                if type(value) is not str:
+                    _keep_value(value, "key", raw)
             elif name == ATTEMPTS:
                 envelope.attempt = max(0, _whole(value) or 0)
             elif name == EXPIRES:
