@@ -10,7 +10,14 @@ import pytest
 
 from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
-from qkit.errors import AckDeadlineExceeded, BackendUnavailable, MessageNotFound, QueueFull
+from qkit.errors import (
+    AckDeadlineExceeded,
+    BackendUnavailable,
+    InvalidHeader,
+    MessageNotFound,
+    QueueFull,
+    SubscriptionLost,
+)
 from qkit.events import DeadLettered, Events, Retried
 from qkit.executor import Abandon, Dead, Done, Job, Pause, RetryLater
 from qkit.health import ChannelCounters, Connection
@@ -76,6 +83,50 @@ class Bench:
 @pytest.fixture
 def bench(clock) -> Bench:
     return Bench(clock)
+
+
+async def test_headers_that_a_broker_refuses_are_written_as_json(bench) -> None:
+    """A permanent error must not keep the dead letter from being written."""
+    envelope = Envelope("0190", b"{}", {"odd name": "1", "lone": "\ud800"})
+    refused: list[DeadLetter] = []
+
+    async def write(letter: DeadLetter) -> None:
+        if "odd name" in letter.headers:
+            refused.append(letter)
+            raise InvalidHeader("no spaces")
+        bench.letters.append(letter)
+
+    bench.settlement._write = write
+    await bench.settle(Dead(Reason.UNDECODABLE, ValueError("no")), envelope)
+    (letter,) = bench.letters
+    assert len(refused) == 1
+    assert bench.order == ["ack"]
+    again = DeadLetter.from_envelope(letter.to_envelope())
+    assert again.headers == {"odd name": "1", "lone": r"\ud800"}
+    assert bench.settlement.failures.lasting() is None
+
+
+async def test_a_failed_settlement_is_forgotten_if_nothing_follows(bench, clock) -> None:
+    bench.fails["ack"] = BackendUnavailable("gone")
+    await bench.settle(Done())
+    await asyncio.sleep(9.9)
+    assert bench.settlement.failures.lasting() is None
+    await asyncio.sleep(0.2)
+    assert "gone" in bench.settlement.failures.lasting()
+    await asyncio.sleep(45)
+    assert bench.settlement.failures.lasting() is not None
+    await asyncio.sleep(10)
+    assert bench.settlement.failures.lasting() is None
+
+
+@pytest.mark.parametrize(
+    "error", [AckDeadlineExceeded("late"), MessageNotFound("gone"), SubscriptionLost("broke")]
+)
+async def test_a_message_that_others_have_now_makes_nobody_unhealthy(bench, clock, error) -> None:
+    bench.fails["ack"] = error
+    await bench.settle(Done())
+    await asyncio.sleep(30)
+    assert bench.settlement.failures.lasting() is None
 
 
 def record_of(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:

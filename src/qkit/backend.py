@@ -28,6 +28,7 @@ __all__ = [
     "LossReporting",
     "QueueSpec",
     "QueueStats",
+    "SettlementReporting",
     "Subscription",
     "SubscriptionSpec",
     "Support",
@@ -234,6 +235,19 @@ class LossReporting(Protocol):
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
         """Call ``callback`` with deliveries that are lost, unsettled, each once."""
+        ...
+
+
+@runtime_checkable
+class SettlementReporting(Protocol):
+    """A subscription that settles some messages itself, where a failure shows in no call.
+
+    It writes the dead letters of expired messages, or commits acknowledgements in the background,
+    and tries again when that fails.
+    """
+
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` with what was tried, and with its error or ``None`` once it is over."""
         ...
 
 

@@ -17,6 +17,7 @@ from qkit.errors import BackendUnavailable, ConfigError, Unsupported
 from qkit.executor import Executor, Pause
 from qkit.health import ChannelCounters, Connection, ConsumerHealth
 from qkit.logs import logger
+from qkit.message import error_text
 from qkit.retry import Backoff
 from qkit.session import Session
 from qkit.settlement import Settlement
@@ -69,6 +70,8 @@ class Consumer:
         self._session: Session | None = None
         self._paused = False
         self._resting: asyncio.TimerHandle | None = None
+        self._opened: float | None = None  # when the subscription was opened
+        self._refusal: str | None = None  # why it ended, if opening it again will hardly help
         self._outages = 0
         self._rest = 0.0
         self._stop = asyncio.Event()
@@ -97,7 +100,14 @@ class Consumer:
             in_flight=self.in_flight,
             last_poll_at=self.last_poll_at,
             last_settle_at=self.settlement.last_settle_at,
+            failing=self.settlement.failures.lasting() or self._still_refused(),
         )
+
+    def _still_refused(self) -> str | None:
+        """Why messages cannot be received, unless a new subscription has proved that they can."""
+        opened = self._opened
+        proved = opened is not None and self.clock.monotonic() - opened >= STEADY
+        return None if proved else self._refusal
 
     def _state(self) -> Literal["starting", "consuming", "paused", "reconnecting", "stopped"]:
         if self.stopping:
@@ -115,7 +125,7 @@ class Consumer:
                 if failures:
                     await self._declare()  # perhaps the queue itself is gone
                 async with self._backend.subscribe(self.spec) as subscription:
-                    opened = self.clock.monotonic()
+                    opened = self._opened = self.clock.monotonic()
                     self._connection.worked()
                     self._session = Session(self, subscription)
                     self.ready.set()
@@ -129,6 +139,10 @@ class Consumer:
                 if opened is not None and self.clock.monotonic() - opened >= STEADY:
                     failures = 0
                 failures += 1
+                self._opened = None
+                self._refusal = None
+                if isinstance(error, ConfigError | Unsupported):
+                    self._refusal = f"{type(error).__name__}: {error_text(error)}"
                 wait = RESUBSCRIBE.after(failures)
                 self._report(error, wait)
                 self._session = None

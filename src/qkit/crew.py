@@ -155,7 +155,8 @@ class Crew:
         tasks = list(self._tasks.items())  # which may change meanwhile
         consumers = [consumer.health() for consumer, _ in tasks]
         working = not any(task.done() for _, task in tasks) and not any(
-            consumer.state in ("reconnecting", "starting") for consumer in consumers
+            consumer.state in ("reconnecting", "starting") or consumer.failing
+            for consumer in consumers
         )
         return consumers, working
 

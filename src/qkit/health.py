@@ -18,11 +18,16 @@ __all__ = [
     "ConnectionState",
     "ConsumerHealth",
     "Counters",
+    "Failures",
     "Health",
     "Metrics",
 ]
 
 MAX_CHANNELS = 1_000
+#: A consumer is unhealthy if a settlement has been failing for so long.
+UNHEALTHY_AFTER_SECONDS = 10.0
+#: A failed settlement that is not repeated counts for so long: another consumer has the message.
+FORGET_AFTER_SECONDS = 60.0
 OTHER = "(other)"  # no channel can be named so
 
 
@@ -170,9 +175,61 @@ class Connection:
                 self._lost_at = None
 
 
+@dataclass(slots=True)
+class _Failure:
+    since: float
+    last: float
+    text: str
+    repeated: bool
+
+
+class Failures:
+    """Settlements of one consumer that are failing now, by what is being settled."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures: dict[object, _Failure] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
+    def add(self, what: object, text: str, error: BaseException, *, repeated: bool = True) -> None:
+        """Record that ``what`` failed, again or for the first time.
+
+        Args:
+            what: Identifies the settlement until ``remove``.
+            text: What failed, for people.
+            error: Why.
+            repeated: Whether it is tried again until it succeeds. If not, it is forgotten a minute
+                after its last failure.
+        """
+        now = self._clock.monotonic()
+        known = self._failures.get(what)
+        since = now if known is None else known.since
+        text = f"{text}: {type(error).__name__}: {error_text(error)}"
+        self._failures[what] = _Failure(since, now, text, repeated)
+
+    def remove(self, what: object) -> None:
+        """Record that ``what`` succeeded, or is not tried any more."""
+        self._failures.pop(what, None)
+
+    def lasting(self) -> str | None:
+        """Return what has been failing for ten seconds or longer. May be called from any thread."""
+        now = self._clock.monotonic()
+        for failure in list(self._failures.values()):
+            recent = failure.repeated or now - failure.last < FORGET_AFTER_SECONDS
+            if recent and now - failure.since >= UNHEALTHY_AFTER_SECONDS:
+                return f"{failure.text} (failing for {now - failure.since:.0f} s)"
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerHealth:
-    """One consumer: whether it is subscribed, and when it last polled and settled (wall time)."""
+    """One consumer: whether it is subscribed, and when it last polled and settled (wall time).
+
+    ``failing`` says what is wrong if its acks or dead-letter writes have been failing for ten
+    seconds, or if it cannot read its queue at all.
+    """
 
     channel: str
     group: str
@@ -180,13 +237,15 @@ class ConsumerHealth:
     in_flight: int
     last_poll_at: float | None
     last_settle_at: float | None
+    failing: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """The answer to "how is this service?".
 
-    ``healthy`` means connected and every consumer consuming (or paused on purpose).
+    ``healthy`` means connected, every consumer consuming (or paused on purpose), and none of them
+    ``failing``.
     """
 
     status: Literal["healthy", "unhealthy"]

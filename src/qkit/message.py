@@ -6,6 +6,7 @@ leaves the process; whoever waits for one of them turns it into monotonic time a
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -15,7 +16,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from qkit.errors import InvalidHeader, InvalidName
 
@@ -35,6 +36,7 @@ __all__ = [
     "TimeToLiveExpired",
     "check_headers",
     "check_name",
+    "encodable",
     "error_text",
     "is_plain",
     "new_id",
@@ -156,6 +158,7 @@ _DEAD_ERROR = "qkit-dead-error"
 _DEAD_ATTEMPTS = "qkit-dead-attempts"
 _DEAD_AT = "qkit-dead-at"
 _DEAD_PRIORITY = "qkit-dead-priority"
+_DEAD_HEADERS = "qkit-dead-headers"  # the message's headers as JSON, where they were refused
 
 
 @dataclass(slots=True, frozen=True)
@@ -203,11 +206,12 @@ class DeadLetter:
 
         Without ``called`` its last delivery reached no handler, and is no attempt.
         """
-        headers = dict(envelope.headers)
+        # What no encoder takes would keep the letter from being written, on any backend.
+        headers = {encodable(name): encodable(text) for name, text in envelope.headers.items()}
         first = _number(headers.pop(FIRST_FAILED_AT, None), at)
         headers.pop(GROUP, None)
         return cls(
-            message_id=envelope.id,
+            message_id=encodable(envelope.id),
             channel=channel,
             group=group,
             reason=reason,
@@ -219,9 +223,15 @@ class DeadLetter:
             trace_id=trace_id(headers),
             body=envelope.body,
             headers=headers,
-            key=envelope.key,
+            key=None if envelope.key is None else encodable(envelope.key),
             priority=envelope.priority,
         )
+
+    def with_plain_headers(self) -> DeadLetter:
+        """The record with all headers in one, as JSON: for a broker that refuses one of them."""
+        if set(self.headers) == {_DEAD_HEADERS}:
+            return self
+        return replace(self, headers={_DEAD_HEADERS: json.dumps(dict(self.headers))})
 
     def to_envelope(self) -> Envelope:
         """The record as it lies in the dead-letter queue; it never expires or waits there.
@@ -248,6 +258,8 @@ class DeadLetter:
     def from_envelope(cls, envelope: Envelope, *, channel: str = "") -> DeadLetter:
         """Read a record back, also one that another program put there (then most is unknown)."""
         headers = dict(envelope.headers)
+        if _DEAD_HEADERS in headers:
+            headers.update(_headers(headers.pop(_DEAD_HEADERS)))
         at = _number(headers.pop(_DEAD_AT, None), sent_at(envelope.id) or 0.0)
         priority = _number(headers.pop(_DEAD_PRIORITY, None), -1)
         return cls(
@@ -396,6 +408,24 @@ def trace_id(headers: Mapping[str, str]) -> str | None:
 def is_plain(text: str) -> bool:
     """Whether ``text`` has neither control characters nor anything that cannot be encoded."""
     return _CONTROL.search(text) is None
+
+
+def encodable(text: str) -> str:
+    r"""Return ``text`` with every lone surrogate as ``\udNNN``, so that UTF-8 can encode it.
+
+    >>> encodable("caf\udce9")
+    'caf\\udce9'
+    """
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
+
+
+def _headers(text: str) -> dict[str, str]:
+    try:
+        found: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    pairs = cast("dict[str, object]", found).items() if isinstance(found, dict) else ()
+    return {name: value for name, value in pairs if isinstance(value, str)}
 
 
 def _number(text: str | None, default: float) -> float:

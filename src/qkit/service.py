@@ -505,13 +505,14 @@ class QueueService:
         turning = still < STALLED
         serving = self._state == "running" and not self.stopping
         well = serving and connected and working and turning
+        failing = [f"{item.channel}: {item.failing}" for item in consumers if item.failing]
         return Health(
             status="healthy" if well else "unhealthy",
             connection_state=self._connection.state,
             durable=bool(self._backend.capabilities.durable),
             breaker=str(self._breaker.state),
             last_success_at=self._connection.last_success_at,
-            last_error=self._connection.last_error
+            last_error=(failing[0] if failing else self._connection.last_error)
             if turning
             else f"the event loop has been blocked for {still:.0f} s: a handler may not wait in it",
             disconnected_at=self._connection.disconnected_at,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qkit.acknowledger import Acknowledger
-from qkit.backend import AckMany, Delivery, LossReporting, Subscription
+from qkit.backend import AckMany, Delivery, LossReporting, SettlementReporting, Subscription
 from qkit.deadlines import Scope
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 from qkit.executor import ABANDON, DONE, Job, Outcome, Pause
@@ -56,6 +56,9 @@ class Session:
             self._acknowledger = Acknowledger(subscription, self._settlement, self._finish)
         if isinstance(subscription, LossReporting):
             subscription.on_lost(self._taken_away)
+        if isinstance(subscription, SettlementReporting):
+            subscription.on_settlement(self._settlement.reported)
+        self._settlement.begin()
         self._acks = 0
         # An ack that comes back may free a lane: somebody must be there to take its next message.
         self._self_service = self._acknowledger is None or not consumer.ordered

@@ -13,10 +13,17 @@ from typing import assert_never
 
 from qkit.backend import AckMany, Delivery, Subscription
 from qkit.clock import Clock
-from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, Signal
+from qkit.errors import (
+    AckDeadlineExceeded,
+    InvalidHeader,
+    MessageNotFound,
+    QueueError,
+    Signal,
+    SubscriptionLost,
+)
 from qkit.events import DeadLettered, Events, Retried
 from qkit.executor import DONE, Abandon, Dead, Done, Job, Outcome, Pause, RetryLater
-from qkit.health import ChannelCounters, Connection
+from qkit.health import ChannelCounters, Connection, Failures
 from qkit.logs import logger
 from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
 from qkit.retry import Backoff
@@ -24,6 +31,8 @@ from qkit.retry import Backoff
 __all__ = ["Settlement"]
 
 REWRITE = Backoff(initial=0.5, multiplier=2.0, maximum=10.0, jitter=0.1)
+
+_SETTLE = "settle"  # of all messages together: one that is settled shows that it works
 
 WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
@@ -64,6 +73,7 @@ class Settlement:
         self._connection = connection
         self._clock = clock
         self.last_settle_at: float | None = None
+        self.failures = Failures(clock)
 
     async def settle(
         self,
@@ -111,9 +121,24 @@ class Settlement:
                 text = "nothing to settle: the message is gone"
             case _:
                 text = "could not be settled: it will be delivered again"
+                if not isinstance(error, SubscriptionLost):  # which is told by itself
+                    self.failures.add(_SETTLE, "messages cannot be settled", error, repeated=False)
         self._warn(text, delivery, error)
 
+    def begin(self) -> None:
+        """Forget what could not be settled in an earlier subscription: it is delivered again."""
+        self.failures.remove(_SETTLE)
+
+    def reported(self, what: str, error: Exception | None) -> None:
+        """Take note of what the subscription settles itself: that it failed, or is over."""
+        if error is None:
+            self.failures.remove(what)
+        else:
+            self.failures.add(what, what, error)
+
     def _succeeded(self) -> None:
+        if self.failures:
+            self.failures.remove(_SETTLE)
         self.last_settle_at = self._connection.last_success_at = self._clock.time()
 
     async def _carry_out(
@@ -194,25 +219,33 @@ class Settlement:
         failure is final. Once it is lost another handles it, perhaps well: then there is none.
         """
         failures = 0
-        while True:
-            if job.lost:
-                raise AckDeadlineExceeded("another has the message: it gets no dead letter here")
-            try:
-                await write(letter)  # it has a deadline of its own
-            except (QueueError, TimeoutError) as error:
-                failures += 1
-                wait = REWRITE.after(failures)
-                self._warn(
-                    f"no dead letter could be written, again in {wait:.1f} s", job.delivery, error
-                )
-            else:
-                return True
-            try:
-                async with asyncio.timeout(wait):
-                    await over.wait()
-            except TimeoutError:
-                continue
-            return False
+        try:
+            while True:
+                if job.lost:
+                    raise AckDeadlineExceeded("another has the message: no dead letter is written")
+                try:
+                    await write(letter)  # it has a deadline of its own
+                except (QueueError, TimeoutError) as error:
+                    failures += 1
+                    wait = REWRITE.after(failures)
+                    self.failures.add(job, "dead letters cannot be written", error)
+                    self._warn(
+                        f"no dead letter could be written, again in {wait:.1f} s",
+                        job.delivery,
+                        error,
+                    )
+                    if isinstance(error, InvalidHeader):
+                        letter = letter.with_plain_headers()
+                else:
+                    return True
+                try:
+                    async with asyncio.timeout(wait):
+                        await over.wait()
+                except TimeoutError:
+                    continue
+                return False
+        finally:
+            self.failures.remove(job)
 
     def _warn(self, text: str, subject: Delivery | Envelope, error: BaseException) -> None:
         envelope = subject.envelope if isinstance(subject, Delivery) else subject

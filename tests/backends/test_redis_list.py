@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import json
 import random
 import sys
 import uuid
@@ -257,7 +259,7 @@ async def test_a_person_can_read_what_qkit_sent(
         Envelope("0190", b""),
         Envelope("a b\n", bytes(range(256)), {"ü": "ü\u2028", "x": ""}, key="k 1\n", priority=0),
         Envelope("", b"qk1 ", {}, key="", priority=9, not_before=1.5, expires_at=1.7e9),
-        Envelope("%", b"\n\n", {"lone": "\ud800"}, key="-"),
+        Envelope("%", b"\n\n", {"odd": "\uffff"}, key="-"),
     ],
 )
 def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
@@ -268,7 +270,19 @@ def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
 @pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
 def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
     found, _ = frame.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
-    assert (found.headers, found.body) == ({}, b"body")
+    kept = {"headers": base64.b64encode(line).decode()}
+    assert found.headers == {"qkit-raw": json.dumps(kept)}
+    assert found.body == b"body"
+
+
+def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
+    found, _ = frame.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
+    assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
+    assert found.headers["lone"] == r"\ud800"
+    raw = json.loads(found.headers["qkit-raw"])
+    assert raw == {"id": "//4=", "key": "a/8="}
+    again, _ = frame.decode(frame.encode(found))
+    assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
 
 
 # Nothing is lost

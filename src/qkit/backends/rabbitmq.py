@@ -14,7 +14,7 @@ from qkit.backends.rabbit.administration import Administration
 from qkit.backends.rabbit.connection import Address, Link
 from qkit.backends.rabbit.delay import LONGEST, Cascade
 from qkit.backends.rabbit.failures import DRIVER_ERRORS, translated
-from qkit.backends.rabbit.properties import USUAL_PRIORITY
+from qkit.backends.rabbit.properties import FRAME, USUAL_PRIORITY
 from qkit.backends.rabbit.publishing import Outgoing, Publisher
 from qkit.backends.rabbit.subscription import RabbitSubscription
 from qkit.backends.rabbit.topology import BACKEND, Topology, group_queue
@@ -195,6 +195,7 @@ class RabbitMQBackend(Administration):
             priority=None if self._quorum else USUAL_PRIORITY,
             expire=delay <= 0 and target in self._topology.expiring,
             due=envelope.not_before if delay > LONGEST else None,
+            frame=self._sending.frame if envelope.headers else FRAME,
         )
         if delay > 0:
             return Outgoing(target, *self._cascade.way(target, delay), facts, envelope.body)

@@ -185,6 +185,30 @@ class Foreign(Harness):
         assert sorted(letter.body for letter in letters) == [b"one", b"three", b"two"]
 
     @requires("dead_letters")
+    async def test_headers_of_any_size_are_dead_lettered_and_replayed_unchanged(
+        self, serve: Serve, backend: Backend, name: str
+    ) -> None:
+        """A copy needs room for further headers, and a broker may limit names and sizes."""
+        headers = {
+            "x" * 199 + "1": "long name",
+            "x" * 199 + "2": "another",
+            "wide": "\\xff" * 10_000,
+            "text": "ü" * 30_000,
+            **{f"n{number}": str(number) for number in range(300)},
+        }
+        handler, got = collecting(name, int)
+        service = await serve(handler)
+        await backend.publish(name, [Envelope("abc", b"one", dict(headers))])
+        for _ in range(2):
+            (letter,) = await self.letters(service, name)
+            assert (letter.message_id, letter.body) == ("abc", b"one")
+            assert dict(letter.headers) == headers
+            assert service.health_check().status == "healthy"
+            assert await service.dead_letters(name).replay() == 1
+        await backend.publish(name, [Envelope("next", b"2")])
+        await self.until(lambda: got == [2])
+
+    @requires("dead_letters")
     async def test_a_foreign_dead_letter_can_be_replayed(
         self, serve: Serve, backend: Backend, name: str
     ) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import pytest
 
-from qkit.backend import Backend
+from qkit.backend import Backend, Delivery, Subscription
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.tampering import Tampered
 from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, QueueError, Reject
-from qkit.message import Message
+from qkit.message import Envelope, Message, Sent
 
 __all__ = ["HealthAndMetrics"]
 
@@ -36,6 +37,29 @@ class Silent(Tampered):
         if self.error is not None:
             raise self.error
         await super().ping()
+
+
+class Unsettled(Tampered):
+    """A backend that refuses dead letters, or acks, while an error is set for them."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.letter_error: QueueError | None = None
+        self.ack_error: QueueError | None = None
+        self.refused = 0
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        dead = any("qkit-dead-reason" in envelope.headers for envelope in envelopes)
+        if dead and self.letter_error is not None:
+            self.refused += 1
+            raise self.letter_error
+        return await super().publish(queue, envelopes)
+
+    async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+        if self.ack_error is not None:
+            self.refused += 1
+            raise self.ack_error
+        await super().ack(subscription, delivery)
 
 
 class HealthAndMetrics(Harness):
@@ -125,6 +149,63 @@ class HealthAndMetrics(Harness):
         async with service:
             assert service.ready
             await service.send(name, "a")
+
+    @requires("dead_letters")
+    async def test_a_dead_letter_that_cannot_be_written_for_ten_seconds_is_unhealthy(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        """Also while other messages are settled: the letter takes a slot and is not written."""
+        backend = Unsettled(new_backend())
+        backend.letter_error = QueueError("no room for letters")
+        got: list[str] = []
+
+        @consume(name, concurrency=2)
+        async def handle(body: str) -> None:
+            if body == "bad":
+                raise Reject
+            got.append(body)
+
+        service = await serve(handle, backend=backend)
+        await service.send(name, "bad")
+        await self.until(lambda: backend.refused)
+        assert service.ready, "one failure is none yet"
+        await self.elapse(6)
+        await service.send(name, "good")
+        await self.until(lambda: got == ["good"])
+        await self.until(lambda: not service.ready, within=8)
+        health = service.health_check()
+        (consumer,) = health.consumers
+        assert (health.status, consumer.state) == ("unhealthy", "consuming")
+        assert "no room for letters" in (consumer.failing or "")
+        assert name in (health.last_error or "")
+        assert "no room for letters" in (health.last_error or "")
+        backend.letter_error = None
+        await self.until(lambda: service.ready)
+        assert service.health_check().consumers[0].failing is None
+        await self.letters(service, name)
+
+    async def test_acks_that_fail_for_ten_seconds_are_unhealthy_until_one_succeeds(
+        self, new_backend: NewBackend, serve: Serve, name: str
+    ) -> None:
+        backend = Unsettled(new_backend())
+        backend.ack_error = QueueError("acks are refused")
+        got: list[str] = []
+
+        @consume(name, concurrency=2)
+        async def handle(body: str) -> None:
+            got.append(body)
+
+        service = await serve(handle, backend=backend)
+        await service.send(name, "a")
+        await self.until(lambda: backend.refused)
+        assert service.ready
+        await self.until(lambda: not service.ready, within=20)
+        (consumer,) = service.health_check().consumers
+        assert "acks are refused" in (consumer.failing or "")
+        backend.ack_error = None
+        await service.send(name, "b")
+        await self.until(lambda: service.ready)
+        assert service.health_check().consumers[0].failing is None
 
     async def test_the_connection_goes_through_its_states(
         self, new_backend: NewBackend, clock: Clock

@@ -51,5 +51,8 @@ def _reason(service: QueueService, state: Health) -> str:
         return "shutting down"
     if state.connection_state != "connected":
         return f"connection {state.connection_state}"
+    failing = [item for item in state.consumers if item.failing]
+    if failing:
+        return f"{len(failing)} of {len(state.consumers)} consumers cannot settle or read messages"
     idle = [item for item in state.consumers if item.state not in ("consuming", "paused")]
     return f"{len(idle) or 'some'} of {len(state.consumers)} consumers do not consume"

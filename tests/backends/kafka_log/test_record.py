@@ -50,7 +50,8 @@ def test_a_foreign_record_is_a_message_with_its_place_as_its_id() -> None:
     headers: Any = [("from", b"x"), ("n", None)]  # Kafka allows it
     envelope, facts = record.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
     assert (envelope.id, envelope.body, envelope.attempt) == ("orders-2-41", b'{"a": 1}', 1)
-    assert envelope.headers == {"from": "x", "n": ""}
+    assert envelope.key == "\\xff\0"
+    assert envelope.headers == {"from": "x", "n": "", "qkit-raw": '{"key": "/wA="}'}
     assert facts is NEW
     key, _, _ = record.encode(envelope)
     assert key == b"\xff\x00", "a key that is no text survives"

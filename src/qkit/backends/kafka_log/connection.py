@@ -164,6 +164,16 @@ _MEANINGS: Final[Mapping[Any, tuple[type[QueueError], str]]] = {
         ConfigError,
         "another program consumes with this group: set another group_prefix",
     ),
+    (errors.UnsupportedCodecError,): (
+        ConfigError,
+        "a batch is compressed and the codec to read it is not installed: install the library "
+        "cramjam, which the extra 'kafka' includes, and start again; nothing is skipped",
+    ),
+    (errors.CorruptRecordException,): (
+        QueueError,
+        "a batch in the log cannot be read: it is damaged, or written in a form that aiokafka does "
+        "not know",
+    ),
     (errors.UnsupportedVersionError, errors.IncompatibleBrokerVersion): (
         ConfigError,
         "this Kafka is too old for that",

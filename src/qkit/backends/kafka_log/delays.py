@@ -141,8 +141,11 @@ class Delays:
                     for found in records:
                         self._read(tracker, found)
                 await self._let_go()
+            except driver.errors.UnsupportedCodecError:
+                raise  # trying again does not help: the subscription ends with it
             except DRIVER_ERRORS as error:
                 logger.warning("%s: could not be read, trying again: %r", self._topic, error)
+                self._moved.set()  # the driver may have dropped what it had read: read it again
                 await asyncio.sleep(AGAIN)
 
     def _seek(self) -> None:

@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any, Final
 
 import aiokafka
 import aiokafka.admin
+import aiokafka.consumer.fetcher
 import aiokafka.coordinator.protocol
 import aiokafka.partitioner
 from aiokafka import errors
 from aiokafka.protocol import admin, commit, group, metadata, offset
+
+from qkit.backends.kafka_log import lenient
 
 __all__ = [
     "Admin",
@@ -47,6 +52,7 @@ __all__ = [
 # The driver ships no types: what comes from it is looked at where it is used.
 _aiokafka: Any = aiokafka
 _admin: Any = aiokafka.admin
+_fetcher: Any = aiokafka.consumer.fetcher
 _group_protocol: Any = aiokafka.coordinator.protocol
 _admin_requests: Any = admin
 _commit: Any = commit
@@ -79,6 +85,65 @@ def _holds_no_secret(record: logging.LogRecord) -> bool:
 
 
 logging.getLogger("aiokafka.conn").addFilter(_holds_no_secret)
+
+
+_MemoryRecords: Any = _fetcher.MemoryRecords
+_DriverRecords: Any = _fetcher.PartitionRecords
+
+
+class _Records(_MemoryRecords):  # type: ignore[misc,unused-ignore]  # it has no types
+    """Batches as they were fetched; the bytes are kept for a batch that must be read again."""
+
+    def __init__(self, data: bytes) -> None:
+        _MemoryRecords.__init__(self, data)
+        self.data = data
+
+
+class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # the same
+    """The records of a fetch, also where the driver's parser fails.
+
+    The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
+    Tested with aiokafka 0.14.
+    """
+
+    def __init__(self, place: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
+        _DriverRecords.__init__(self, place, records, aborted, offset, *more)
+        self._first = offset
+        self._records_iterator: Iterator[Any] = self._records_iterator
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._records_iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._records_iterator = iter(())  # the driver's generator ended with the error
+            if _is_undecodable(error):
+                rest = lenient.records_from(self._records.data, self.next_fetch_offset)
+                self._records_iterator = itertools.chain(
+                    self._read_leniently(rest), self._unpack_records()
+                )
+                return next(self._records_iterator)
+            if self.next_fetch_offset > self._first:
+                raise StopIteration from error  # deliver what came before; the next fetch raises
+            if isinstance(error, errors.KafkaError):
+                raise
+            raise errors.CorruptRecordException(f"{self._tp}: {error!r}") from error
+
+    def _read_leniently(self, batch: lenient.Batch) -> Iterator[Any]:
+        for record in batch.records:
+            self.next_fetch_offset = record.offset + 1
+            yield self._consumer_record(self._tp, record)
+        self.next_fetch_offset = batch.next_offset
+
+
+def _is_undecodable(error: BaseException) -> bool:
+    """Whether text was not UTF-8; of the driver's parsers only the one in C raises this error."""
+    return isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError)
+
+
+_fetcher.MemoryRecords = _Records
+_fetcher.PartitionRecords = _PartitionRecords
 
 
 def partition_of(key: bytes, partitions: int) -> int:

@@ -19,11 +19,11 @@ from qkit.backends.kafka_log.connection import BACKEND, DRIVER_ERRORS, Address, 
 from qkit.backends.kafka_log.driver import Consumer, Listener, OffsetAndMetadata, TopicPartition
 from qkit.backends.kafka_log.record import KafkaRecord
 from qkit.backends.kafka_log.tracker import Saved, Tracker
-from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
+from qkit.errors import AckDeadlineExceeded, ConfigError, QueueError, SubscriptionLost
 from qkit.logs import logger
 from qkit.tasks import end_tasks
 
-__all__ = ["Membership", "Place", "Timing"]
+__all__ = ["Membership", "Place", "Timing", "lost"]
 
 Place = Any  # the driver's TopicPartition
 
@@ -52,7 +52,8 @@ class Membership:
     """Joined to a group from ``join`` to ``leave``.
 
     ``moved`` is called after every rebalance, before anything is read, ``lost`` when partitions
-    went to others, and ``changed`` whenever there may be news for whoever waits.
+    went to others, and ``changed`` whenever there may be news for whoever waits. ``committed`` is
+    called after every commit, with the error of one that failed.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Membership:
         moved: Callable[[], None],
         lost: Callable[[list[Tracker]], None],
         changed: Callable[[], None],
+        committed: Callable[[Exception | None], None],
     ) -> None:
         self._address = address
         self._cluster = cluster
@@ -81,6 +83,7 @@ class Membership:
         self._moved = moved
         self._tell_lost = lost
         self._changed = changed
+        self._tell_committed = committed
         self.trackers: dict[Place, Tracker] = {}
         self.broken: QueueError | None = None
         self._consumer: Any = None
@@ -209,7 +212,7 @@ class Membership:
     def end_with(self, task: asyncio.Task[None]) -> None:
         """A task of this subscription ended: if that was an accident, so does the subscription."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(_lost(error, self.topic))
+            self.fail(lost(error, self.topic))
 
     # Committing
 
@@ -259,7 +262,9 @@ class Membership:
             # What is settled stays so in the trackers; without a commit it would come again only
             # if this consumer died now.
             logger.info("%s: a commit failed and is tried again: %r", self.group, error)
+            self._tell_committed(error)
             return False
+        self._tell_committed(None)
         for place, saved in news.items():
             if place in self.trackers:
                 self.trackers[place].saved = saved
@@ -293,7 +298,7 @@ class Membership:
             if not self._left:
                 await self._commit()
         except Exception as error:  # the driver would log it and go on
-            self.fail(_lost(error, self.topic))
+            self.fail(lost(error, self.topic))
 
     async def assigned(self, places: Iterable[Place]) -> None:
         """A rebalance is over: go on where this consumer was, begin where it was not."""
@@ -303,7 +308,7 @@ class Membership:
             await self._take_over(set(places))
             self._moved()
         except Exception as error:  # the driver would log it, and nobody would ever be steady
-            self.fail(_lost(error, self.topic))
+            self.fail(lost(error, self.topic))
             return
         self._steady.set()
         self._dirty.set()
@@ -436,12 +441,13 @@ class Membership:
                     return
 
 
-def _lost(error: BaseException, topic: str) -> SubscriptionLost:
-    if isinstance(error, SubscriptionLost):
-        return error
-    said = error.message if isinstance(error, QueueError) else error_of(error, "").message
+def lost(error: BaseException, topic: str) -> QueueError:
+    """Return why a subscription ended: ``ConfigError`` if subscribing again does not help."""
+    found = error if isinstance(error, QueueError) else error_of(error, "receive", topic)
+    if isinstance(found, SubscriptionLost | ConfigError):
+        return found
     return SubscriptionLost(
-        f"the subscription broke: {said}",
+        f"the subscription broke: {found.message}",
         backend=BACKEND,
         operation="receive",
         queue=topic,

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from qkit.backends.raw import RAW, keep, kept, text_of
 from qkit.message import GROUP, Envelope
 
 __all__ = ["DEAD_REASON", "NEW", "Facts", "KafkaRecord", "Origin", "decode", "encode"]
@@ -29,7 +30,7 @@ _OWN: Final = frozenset(
     | {REMOVED}
 )
 
-Headers = Sequence[tuple[str, bytes]]
+Headers = Sequence[tuple[str, bytes | None]]
 
 
 class KafkaRecord(Protocol):
@@ -71,15 +72,18 @@ def encode(
     >>> encode(Envelope("0190", b"{}", {"tenant": "acme"}, key="k"))
     (b'k', b'{}', [('qkit-id', b'0190'), ('tenant', b'acme')])
     """
-    headers = [(ID, envelope.id.encode("utf-8", "surrogateescape"))]
+    headers = [(ID, _bytes(envelope.id))]
     for name, value in envelope.headers.items():
         headers.append((name, _bytes(value)))
     if deliveries:
         headers.append((ATTEMPT, b"%d" % deliveries))
     if envelope.expires_at is not None:
         headers.append((EXPIRES_AT, _milliseconds(envelope.expires_at)))
+    key = None if envelope.key is None else _bytes(envelope.key)
+    if RAW in envelope.headers:
+        key, headers = _restored(envelope, key, headers)
     if facts is NEW:
-        return None if envelope.key is None else _bytes(envelope.key), envelope.body, headers
+        return key, envelope.body, headers
     if facts.not_before is not None:
         headers.append((NOT_BEFORE, _milliseconds(facts.not_before)))
     if facts.origin is not None:
@@ -87,8 +91,24 @@ def encode(
         headers.append((ORIGINAL_TOPIC, topic.encode()))
         headers.append((ORIGINAL_PARTITION, b"%d" % partition))
         headers.append((ORIGINAL_OFFSET, b"%d" % offset))
-    key = None if envelope.key is None else _bytes(envelope.key)
     return key, envelope.body, headers
+
+
+def _restored(
+    envelope: Envelope, key: bytes | None, headers: list[tuple[str, bytes]]
+) -> tuple[bytes | None, list[tuple[str, bytes]]]:
+    """The key and the values with the bytes that they came with, as far as they are unchanged.
+
+    A message is retried with the same key, so that it keeps its partition.
+    """
+    raw = kept(envelope.headers)
+    if "key" in raw and text_of(raw["key"]) == envelope.key:
+        key = raw["key"]
+    for at, (name, value) in enumerate(headers):
+        original = raw.get("id" if name == ID else f"header:{name}")
+        if original is not None and text_of(original).encode() == value:
+            headers[at] = name, original
+    return key, headers
 
 
 def marker(offset: int) -> tuple[None, bytes, list[tuple[str, bytes]]]:
@@ -100,26 +120,42 @@ def decode(record: KafkaRecord) -> tuple[Envelope, Facts]:
     """The message of a record; its ``attempt`` is that of the delivery to come.
 
     A foreign record has no id: its place in the log is one, and stays the same however often it
-    is delivered.
+    is delivered. Text that is not UTF-8 is replaced, and the header ``qkit-raw`` keeps its bytes.
     """
     id: str | None = None
     headers: dict[str, str] = {}
     own: dict[str, str] = {}
+    raw: dict[str, bytes] = {}
     for name, value in record.headers:
+        text = ""
+        if value is not None:
+            try:
+                text = value.decode()
+            except UnicodeDecodeError:
+                text = text_of(value)
+                raw["id" if name == ID else f"header:{name}"] = value
         if name == ID:
-            id = _text(value)
+            id = text
         elif name in _OWN:
-            own[name] = _text(value)
+            own[name] = text
         else:
-            headers[name] = _text(value)
+            headers[name] = text
     if id is None:
         id = f"{record.topic}-{record.partition}-{record.offset}"
-    key = record.key
+    key: str | None = None
+    if record.key is not None:
+        try:
+            key = record.key.decode()
+        except UnicodeDecodeError:
+            key = text_of(record.key)
+            raw["key"] = record.key
+    if raw:
+        keep(headers, raw)
     envelope = Envelope(
         id,
         record.value or b"",  # a foreign tombstone has no value at all
         headers,
-        None if key is None else _text(key),
+        key,
     )
     if not own:
         return envelope, NEW
@@ -160,9 +196,4 @@ def _milliseconds(seconds: float) -> bytes:
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogateescape")
-
-
-def _text(value: bytes | None) -> str:
-    # What is no UTF-8 comes back as the same bytes when the message is sent on.
-    return "" if value is None else value.decode(errors="surrogateescape")
+    return text.encode(errors="backslashreplace")

@@ -14,11 +14,10 @@ from qkit.backends.kafka_log.connection import (
     BACKEND,
     DRIVER_ERRORS,
     Address,
-    error_of,
     translated,
 )
 from qkit.backends.kafka_log.delays import Delays, Item, delayed
-from qkit.backends.kafka_log.membership import Membership, Place, Timing
+from qkit.backends.kafka_log.membership import Membership, Place, Timing, lost
 from qkit.backends.kafka_log.record import KafkaRecord, Origin
 from qkit.backends.kafka_log.sending import Outgoing, Placed, Sending
 from qkit.backends.kafka_log.tiers import TIERS
@@ -77,6 +76,7 @@ class KafkaSubscription:
         self._news = asyncio.Event()
         self._stopped = False
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
+        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self.membership = Membership(
             address,
             cluster,
@@ -89,6 +89,7 @@ class KafkaSubscription:
             moved=self._moved,
             lost=self._report,
             changed=self._wake,
+            committed=self._committed,
         )
         self._delays = Delays(
             address,
@@ -357,6 +358,14 @@ class KafkaSubscription:
         """Call ``callback`` with what is held of partitions that went to others."""
         self._loss_callbacks.append(callback)
 
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` when acks cannot be committed, and when that is over."""
+        self._settlement_callbacks.append(callback)
+
+    def _committed(self, error: Exception | None) -> None:
+        for callback in self._settlement_callbacks:
+            callback("acknowledgements cannot be committed", error)
+
     def _report(self, trackers: list[Tracker]) -> None:
         lost = [item.held for item in _items(trackers) if item.held is not None]
         if lost:
@@ -389,17 +398,16 @@ class KafkaSubscription:
                 return item.facts.origin
         return None
 
-    def _lost(self, error: BaseException) -> SubscriptionLost:
-        if isinstance(error, SubscriptionLost):
-            return error
-        said = str(error) if isinstance(error, LookupError) else error_of(error, "").message
-        return SubscriptionLost(
-            f"the subscription broke: {said}",
-            backend=BACKEND,
-            operation="receive",
-            queue=self.queue,
-            cause=error,
-        )
+    def _lost(self, error: BaseException) -> QueueError:
+        if isinstance(error, LookupError):
+            error = SubscriptionLost(
+                f"the subscription broke: {error}",
+                backend=BACKEND,
+                operation="receive",
+                queue=self.queue,
+                cause=error,
+            )
+        return lost(error, self.queue)
 
     # The end
 
@@ -454,6 +462,7 @@ class KafkaSubscription:
                 await self._delays.stop()
             finally:
                 await self.membership.leave()
+                self._committed(None)  # what was not committed is delivered again
 
 
 def _items(trackers: Iterable[Tracker]) -> Iterator[Item]:

@@ -170,7 +170,8 @@ class Administration:
             facts = message.header.properties
             envelope = properties.decode(facts, message.body)
             attempts = envelope.attempt + properties.deliveries(facts)
-            again = properties.encode_again(envelope, facts, attempts=attempts)
+            frame = self._consuming.frame
+            again = properties.encode_again(envelope, facts, attempts=attempts, frame=frame)
             copies.append(Outgoing(name, "", name, again, message.body))
         errors = await self._publisher.publish(copies)
         for message, error in zip(messages, errors, strict=True):

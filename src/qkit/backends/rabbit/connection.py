@@ -21,6 +21,7 @@ from yarl import URL
 
 from qkit.backends.rabbit.failures import BACKEND, translated
 from qkit.backends.rabbit.leniency import read_leniently
+from qkit.backends.rabbit.properties import FRAME
 from qkit.errors import BackendUnavailable, ConfigError
 
 __all__ = ["Address", "Link"]
@@ -137,6 +138,12 @@ class Link:
                 driver.closing.add_done_callback(functools.partial(_empty, driver.write_queue))
                 self._connection, self._transport = connection, transport
             return self._connection
+
+    @property
+    def frame(self) -> int:
+        """The largest frame in bytes that the broker takes, as far as it is known yet."""
+        tune = getattr(self._connection, "connection_tune", None)
+        return (tune and tune.frame_max) or FRAME
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """A new channel; whoever opens it closes it."""

@@ -10,14 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import struct
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
+from pamqp import encode as driver
 from pamqp.commands import Basic
 
+from qkit.backends.rabbit.leniency import UNREADABLE, Unreadable, read_value
+from qkit.backends.rabbit.packing import LONGEST_NAME, PACKED, fit, unpack
+from qkit.backends.raw import keep, text_of
 from qkit.errors import InvalidHeader
-from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, DeadLetter, Envelope, Reason
+from qkit.message import (
+    CONTENT_ENCODING,
+    CONTENT_TYPE,
+    FIRST_FAILED_AT,
+    GROUP,
+    DeadLetter,
+    Envelope,
+    Reason,
+)
 from qkit.native.dead import TimeToLiveExpired
 
 __all__ = [
@@ -46,6 +59,8 @@ JSON: Final = "application/json"
 USUAL_PRIORITY: Final = 5
 PERSISTENT: Final = 2
 SHORT: Final = 255  # bytes in AMQP's short strings
+ORDINARY_NAME: Final = LONGEST_NAME // 4  # characters of a header's name that surely fit
+FRAME: Final = 131_072  # bytes in a frame, as RabbitMQ is set up by default
 
 # Headers that have a property of their own in AMQP, and the driver's name for it.
 _PROPERTIES: Final = {
@@ -62,12 +77,19 @@ _DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"
 
 
 def encode(
-    envelope: Envelope, *, now: float, priority: int | None, expire: bool, due: float | None = None
+    envelope: Envelope,
+    *,
+    now: float,
+    priority: int | None,
+    expire: bool,
+    due: float | None = None,
+    frame: int = FRAME,
 ) -> Basic.Properties:
     """The properties of a message that is sent for the first time, or again after its death.
 
     ``priority`` is for one that has none. With ``expire`` the broker takes it out by itself when
-    its time is over. ``due`` is written down for whoever receives it too early.
+    its time is over. ``due`` is written down for whoever receives it too early. Headers that are
+    too large for a frame of ``frame`` bytes are packed.
     """
     table: dict[str, Any] = {}
     properties = Basic.Properties(
@@ -77,8 +99,9 @@ def encode(
         priority=priority if envelope.priority is None else envelope.priority,
         timestamp=datetime.fromtimestamp(now, UTC),
     )
+    size = 0
     if envelope.headers:
-        _write_headers(envelope.headers, {}, properties, table)
+        size = _write_headers(envelope.headers, {}, properties, table)
     if envelope.key is not None:
         table[KEY] = envelope.key
     if envelope.expires_at is not None:
@@ -89,11 +112,18 @@ def encode(
         table[DUE] = _milliseconds(due)
     if table:
         properties.headers = table
+        if size * 5 > frame:  # a character has at most four bytes, and a header a few more
+            fit(properties, frame, envelope.headers, _is_fact)
     return properties
 
 
 def encode_again(
-    envelope: Envelope, original: Basic.Properties, *, attempts: int, due: float | None = None
+    envelope: Envelope,
+    original: Basic.Properties,
+    *,
+    attempts: int,
+    due: float | None = None,
+    frame: int = FRAME,
 ) -> Basic.Properties:
     """The properties of a copy that replaces a message: as it came, with the envelope's headers.
 
@@ -119,27 +149,35 @@ def encode_again(
     if due is not None:
         table[DUE] = _milliseconds(due)
     again.headers = table or None
+    if table:
+        fit(again, frame, envelope.headers, _is_fact)
     return again
 
 
 def decode(properties: Basic.Properties, body: bytes) -> Envelope:
-    """The message, ``attempt`` as the deliveries that were written down."""
+    """The message, ``attempt`` as the deliveries that were written down.
+
+    Text that is not UTF-8 is replaced, and the header ``qkit-raw`` keeps its bytes.
+    """
+    raw: dict[str, bytes] = {}
     envelope = Envelope(
-        message_id(properties, body),
+        _message_id(properties, body, raw),
         body,
         priority=properties.priority,
         attempt=0,
     )
     headers = envelope.headers
     if properties.content_type and properties.content_type != JSON:
-        headers[CONTENT_TYPE] = properties.content_type
+        headers[CONTENT_TYPE] = _clean(properties.content_type, f"header:{CONTENT_TYPE}", raw)
     for name, attribute in _PROPERTIES.items():
         value = getattr(properties, attribute)
         if value:
-            headers[name] = value
+            headers[name] = _clean(value, f"header:{name}", raw)
     table = cast("Table | None", properties.headers)
     if table:
-        _read_headers(table, envelope)
+        _read_headers(table, envelope, raw)
+    if raw:
+        keep(headers, raw)
     if envelope.expires_at is None and properties.expiration and properties.timestamp:
         # Another program's: the broker forgets it when the message is delayed or retried.
         lifetime = _whole(properties.expiration)
@@ -153,10 +191,31 @@ def message_id(properties: Basic.Properties, body: bytes) -> str:
 
     So it stays the same however often the message is looked at. Messages that are alike share it.
     """
+    return _message_id(properties, body, {})
+
+
+def _message_id(properties: Basic.Properties, body: bytes, raw: dict[str, bytes]) -> str:
     if properties.message_id:
-        return properties.message_id
+        return _clean(properties.message_id, "id", raw)
     sent = str(properties.timestamp or "").encode()
     return f"foreign-{hashlib.sha256(sent + body).hexdigest()[:32]}"
+
+
+def _clean(text: str, entry: str, raw: dict[str, bytes]) -> str:
+    """Replace what is not UTF-8 in a short string of the driver's, and keep the bytes in ``raw``.
+
+    The result is a short string again, so that a copy can carry it.
+    """
+    if text.isascii():
+        return text
+    value = text.encode(errors="surrogateescape")
+    clean = text_of(value)
+    if clean != text:
+        raw[entry] = value
+        if len(clean.encode()) > SHORT:
+            digest = hashlib.sha256(value).hexdigest()[:16]
+            clean = f"{clean.encode()[:200].decode(errors='ignore')}…{digest}"
+    return clean
 
 
 def deliveries(properties: Basic.Properties) -> int:
@@ -250,9 +309,14 @@ def _write_headers(
     before: Table,
     properties: Basic.Properties,
     table: dict[str, Any],
-) -> None:
-    """Headers to properties and table; a value that is as it came keeps its type."""
+) -> int:
+    """Headers to properties and table; a value that is as it came keeps its type.
+
+    Returns about how many characters they have; a name that is long for AMQP counts as a frame.
+    """
+    size = 0
     for name, value in headers.items():
+        size += len(name) + len(value) if len(name) <= ORDINARY_NAME else FRAME
         if name == CONTENT_TYPE:
             properties.content_type = _short(value)
             if value != JSON:
@@ -261,26 +325,55 @@ def _write_headers(
         if attribute and value and name not in before and _fits(value):
             setattr(properties, attribute, value)
         elif name in before and _text(before[name]) == value:
-            table[name] = _encodable(before[name])
+            table[name] = _as_it_came(before[name])
         else:
             table[_carried(name)] = value
+    return size
 
 
-def _read_headers(table: Table, envelope: Envelope) -> None:
+def _read_headers(table: Table, envelope: Envelope, raw: dict[str, bytes]) -> None:
     headers = envelope.headers
     for name, value in table.items():
         if name in _OWN:
             if name == KEY:
-                envelope.key = _text(value)
+                envelope.key = value if type(value) is str else _text(value)
+                if type(value) is not str:
+                    _keep_value(value, "key", raw)
             elif name == ATTEMPTS:
                 envelope.attempt = max(0, _whole(value) or 0)
             elif name == EXPIRES:
                 expires = _whole(value)
                 envelope.expires_at = None if expires is None else expires / 1000
+        elif name == PACKED and (packed := unpack(value)) is not None:
+            headers.update(packed)
         elif name in _BROKERS_OWN or name.startswith(_BROKERS_NOTES):
             continue
+        elif type(value) is str and name.isascii():
+            headers[name.removeprefix(_HIDDEN)] = value
         else:
-            headers[name.removeprefix(_HIDDEN)] = value if type(value) is str else _text(value)
+            name_raw = name.encode(errors="surrogateescape")
+            text = text_of(name_raw)
+            if text != name:
+                raw[f"name:{text}"] = name_raw
+            headers[text.removeprefix(_HIDDEN)] = _text(value)
+            entry = "headers" if name == UNREADABLE else f"header:{text.removeprefix(_HIDDEN)}"
+            _keep_value(value, entry, raw)
+
+
+def _keep_value(value: object, entry: str, raw: dict[str, bytes]) -> None:
+    """Keep a binary value of which the text does not tell the bytes."""
+    if isinstance(value, bytes | bytearray) and (
+        isinstance(value, Unreadable) or text_of(value) != value.decode(errors="replace")
+    ):
+        raw[entry] = bytes(value)
+
+
+def _is_fact(name: str) -> bool:
+    """Whether a header is qkit's own and small, so that it stays readable where others are packed.
+
+    The error of a dead letter is bounded; of ``qkit-raw`` that is not so.
+    """
+    return name in _OWN or name.startswith(("qkit-dead-", GROUP, FIRST_FAILED_AT))
 
 
 def _carried(name: str) -> str:
@@ -297,8 +390,10 @@ def _text(value: object) -> str:
             return ""
         case bool():
             return "true" if value else "false"
+        case Unreadable():
+            return f"(unreadable: {len(value)} bytes, kept in qkit-raw)"
         case bytes() | bytearray():
-            return value.decode(errors="backslashreplace")
+            return text_of(value)
         case datetime():
             return value.isoformat()
         case list() | dict():
@@ -307,8 +402,22 @@ def _text(value: object) -> str:
             return str(value)
 
 
+def _as_it_came(value: object) -> object:
+    """A value that the driver read, if it can write the same again; otherwise its text.
+
+    It writes every float with four bytes, and refuses some decimals and times.
+    """
+    if isinstance(value, str | int) or value is None:
+        return value
+    again = _encodable(value)
+    try:
+        same = read_value(driver.encode_table_value(cast("Any", again))) == value
+    except (TypeError, ValueError, ArithmeticError, struct.error):
+        same = False
+    return again if same and not isinstance(value, Unreadable) else _text(value)
+
+
 def _encodable(value: object) -> object:
-    """A value that the driver read, as it can write it."""
     match value:
         case bytes():
             return bytearray(value)

@@ -92,6 +92,7 @@ class RabbitSubscription:
         self._changing = asyncio.Lock()  # of the consumer on the broker
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
+        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,6 +150,14 @@ class RabbitSubscription:
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
         """Call ``callback`` with what is held when the subscription breaks: it comes again."""
         self._loss_callbacks.append(callback)
+
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` when a dead letter cannot be written here, and when that is over."""
+        self._settlement_callbacks.append(callback)
+
+    def _tell(self, what: str, error: Exception | None) -> None:
+        for callback in self._settlement_callbacks:
+            callback(what, error)
 
     def _report(self) -> None:
         lost = [received.delivery for received in self._held if received.delivery is not None]
@@ -256,25 +265,28 @@ class RabbitSubscription:
             error=error,
             at=self._clock.time(),
         )
-        while self._lost is None:
-            try:
-                await self._bury_letter(letter)
-            except QueueError as failure:
-                logger.warning(
-                    "%s: no dead letter could be written, again in %.0f s: %s",
-                    self._spec.queue,
-                    REST,
-                    failure,
-                )
-                await asyncio.sleep(REST)
-            else:
-                self._settle(received)
-                return
+        what = f"the dead letter of delivery {received.tag} cannot be written"
+        try:
+            while self._lost is None:
+                try:
+                    await self._bury_letter(letter)
+                except QueueError as failure:
+                    logger.warning(
+                        "%s: no dead letter could be written, again in %.0f s: %s",
+                        self._spec.queue,
+                        REST,
+                        failure,
+                    )
+                    self._tell(what, failure)
+                    await asyncio.sleep(REST)
+                else:
+                    self._settle(received)
+                    return
+        finally:
+            self._tell(what, None)
 
     async def _wait_longer(self, received: Received, envelope: Envelope, due: float) -> None:
-        again = properties.encode_again(
-            envelope, received.properties, attempts=envelope.attempt, due=due
-        )
+        again = self._encode_again(received, envelope, envelope.attempt, due)
         await self._replace(received, envelope, again, due - self._clock.time())
 
     # Settle
@@ -307,10 +319,16 @@ class RabbitSubscription:
         ):
             self._requeue(received)
             return
-        again = properties.encode_again(
-            envelope, received.properties, attempts=envelope.attempt - (not count_attempt)
-        )
+        again = self._encode_again(received, envelope, envelope.attempt - (not count_attempt))
         await self._replace(received, envelope, again, delay)
+
+    def _encode_again(
+        self, received: Received, envelope: Envelope, attempts: int, due: float | None = None
+    ) -> Basic.Properties:
+        frame = self._link.frame
+        return properties.encode_again(
+            envelope, received.properties, attempts=attempts, due=due, frame=frame
+        )
 
     async def _replace(
         self, received: Received, envelope: Envelope, again: Basic.Properties, delay: float
@@ -400,7 +418,7 @@ class RabbitSubscription:
         for received in returned:
             envelope = properties.decode(received.properties, received.message.body)
             attempts = envelope.attempt + properties.deliveries(received.properties)
-            again = properties.encode_again(envelope, received.properties, attempts=attempts)
+            again = self._encode_again(received, envelope, attempts)
             try:
                 await self._replace(received, envelope, again, 0.0)
             except QueueError as error:

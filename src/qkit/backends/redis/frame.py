@@ -13,9 +13,10 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Final, cast
-from urllib.parse import quote, unquote
+from urllib.parse import quote, unquote_to_bytes
 
-from qkit.message import Envelope
+from qkit.backends.raw import keep, text_of
+from qkit.message import Envelope, encodable
 
 __all__ = ["FOREIGN", "batches", "decode", "encode", "wire_id"]
 
@@ -47,7 +48,7 @@ def batches(envelopes: Sequence[Envelope]) -> Iterator[Sequence[Envelope]]:
 
 def wire_id(id: str) -> str:
     """An id as the first line carries it: without spaces, and never empty."""
-    return id if _PLAIN.fullmatch(id) else quote(id, safe="", errors="surrogatepass") or "%"
+    return id if _PLAIN.fullmatch(id) else quote(id, safe="", errors="backslashreplace") or "%"
 
 
 def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -> bytes:
@@ -67,7 +68,7 @@ def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -
         and id.isascii()
     ):
         return f"qk1 {id} - 0 0 {deliveries} -\n\n".encode() + envelope.body
-    key = "-" if envelope.key is None else "=" + quote(envelope.key, errors="surrogatepass")
+    key = "-" if envelope.key is None else "=" + quote(envelope.key, errors="backslashreplace")
     priority = "-" if envelope.priority is None else envelope.priority
     due = milliseconds(envelope.not_before) if scheduled else 0
     expires = milliseconds(envelope.expires_at)
@@ -88,12 +89,18 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
     found = _HEAD.match(frame)
     if found is None:
         return Envelope(FOREIGN, frame, attempt=0), False
-    id, priority, due, expires, deliveries, spent, key, headers = found.groups()
+    id, priority, due, expires, deliveries, spent, key, line = found.groups()
+    raw: dict[str, bytes] = {}
+    headers = _headers(line, raw) if line else {}
+    text = _unquoted(id, "id", raw) if id != b"%" else ""
+    owner = None if key[:1] == b"-" else _unquoted(key[1:], "key", raw)
+    if raw:
+        keep(headers, raw)
     return Envelope(
-        _unquoted(id) if id != b"%" else "",
+        text,
         frame[found.end() :],
-        _headers(headers) if headers else {},
-        None if key[:1] == b"-" else _unquoted(key[1:]),
+        headers,
+        owner,
         None if priority == b"-" else int(priority),
         int(due) / 1000 if due != b"0" else None,
         int(expires) / 1000 if expires != b"0" else None,
@@ -101,24 +108,27 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
     ), bool(spent)
 
 
-def _unquoted(text: bytes) -> str:
-    # Another program may have written anything; the message counts, whatever its name.
-    words = text.decode(errors="replace")
+def _unquoted(text: bytes, entry: str, raw: dict[str, bytes]) -> str:
+    """The text; bytes that are not UTF-8 are replaced, and kept in ``raw``."""
+    value = unquote_to_bytes(text)
     try:
-        return unquote(words, errors="surrogatepass")
+        return value.decode()
     except UnicodeDecodeError:
-        return unquote(words, errors="replace")
+        raw[entry] = value
+        return text_of(value)
 
 
-def _headers(line: bytes) -> dict[str, str]:
-    # A frame that another program made up may hold anything here; its body still counts.
+def _headers(line: bytes, raw: dict[str, bytes]) -> dict[str, str]:
+    """The headers; a line that another program made up and that has none is kept in ``raw``."""
     try:
         found: object = json.loads(line)
+        if isinstance(found, dict):
+            pairs = cast("dict[str, object]", found).items()
+            return {encodable(name): encodable(str(value)) for name, value in pairs}
     except (ValueError, RecursionError):
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {str(name): str(value) for name, value in cast("dict[object, object]", found).items()}
+        pass
+    raw["headers"] = line
+    return {}
 
 
 def milliseconds(seconds: float | None) -> int:

@@ -71,6 +71,7 @@ class RedisSubscription:
         self._parked_until = 0.0
         self._news = asyncio.Event()  # the fetch has ended
         self._free = asyncio.Event()  # there may be a slot
+        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._acks = Gathered(self._ack_all)
@@ -228,8 +229,21 @@ class RedisSubscription:
             error=error,
             group=self._place.group,
         )
-        await self._bury(self._place, letter)
-        await self._link.run(scripts.ACK, self._place.keys, self._place.base, token)
+        try:
+            await self._bury(self._place, letter)
+            await self._link.run(scripts.ACK, self._place.keys, self._place.base, token)
+        except Exception as failure:
+            self._tell(failure)
+            raise
+        self._tell(None)
+
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` when a dead letter that is written here fails, and when one is done."""
+        self._settlement_callbacks.append(callback)
+
+    def _tell(self, error: Exception | None) -> None:
+        for callback in self._settlement_callbacks:
+            callback("dead letters cannot be written", error)
 
     def _slots(self) -> int:
         """How many more may be held; what the server has long taken back takes no slot."""

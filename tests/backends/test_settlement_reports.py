@@ -1,0 +1,108 @@
+"""What a subscription settles by itself and cannot: the service is not healthy."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import Any
+
+import aiormq
+import pytest
+from pamqp.commands import Basic
+from redis.asyncio import Redis
+
+from qkit import QueueService, Settings, consume, health
+from qkit.backends.kafka_log import driver
+from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.redis_list import RedisListBackend
+from qkit.errors import QueueError
+from tests.support.rabbitmq import bare_channel
+from tests.support.waiting import eventually
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second instead of ten."""
+    monkeypatch.setattr(health, "UNHEALTHY_AFTER_SECONDS", 0.5)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"s-{uuid.uuid4().hex[:10]}"
+
+
+def service_of(name: str, got: list[int], **values: Any) -> QueueService:
+    @consume(name, concurrency=2)
+    async def handle(number: int) -> None:
+        got.append(number)
+
+    service = QueueService(Settings(**values))
+    service.register(handle)
+    return service
+
+
+async def becomes_unhealthy(service: QueueService, reason: str) -> None:
+    await eventually(lambda: reason in str(service.health_check().consumers[0].failing), within=20)
+    assert not service.ready
+
+
+async def refuse(*arguments: object) -> None:
+    raise QueueError("no room for letters")
+
+
+async def test_an_expired_message_on_rabbitmq_whose_dead_letter_is_refused(
+    rabbitmq_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+    service = service_of(name, got, type="rabbitmq", url=rabbitmq_url)
+    async with service, bare_channel(rabbitmq_url) as raw:
+        with monkeypatch.context() as patch:
+            patch.setattr(RabbitMQBackend, "publish", refuse)
+            await _publish(raw, name, {"qkit-expires-at": 1})
+            await becomes_unhealthy(service, "no room for letters")
+            await _publish(raw, name, {})
+            await eventually(lambda: got == [7])
+            assert not service.ready, "others are settled, that one is not"
+        await eventually(lambda: service.ready)
+        assert len(await service.dead_letters(name).list()) == 1
+        for queue in (name, f"{name}.dlq"):
+            await raw.queue_delete(queue)
+
+
+async def _publish(raw: aiormq.Channel, queue: str, headers: dict[str, Any]) -> None:
+    await raw.basic_publish(b"7", routing_key=queue, properties=Basic.Properties(headers=headers))
+
+
+async def test_an_expired_message_on_redis_whose_dead_letter_is_refused(
+    redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+    service = service_of(name, got, type="redis", mode="list", url=redis_url, ack_deadline=1.0)
+    async with service, Redis.from_url(redis_url) as raw:
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisListBackend, "publish", refuse)
+            await raw.rpush(name, b"qk1 a - 0 1 0 -\n\n7")
+            await becomes_unhealthy(service, "no room for letters")
+            for _ in range(20):  # also while a new subscription looks well
+                await asyncio.sleep(0.05)
+                assert not service.ready
+        await eventually(lambda: service.ready)
+        assert len(await service.dead_letters(name).list()) == 1
+
+
+async def test_acknowledgements_that_kafka_does_not_commit(
+    kafka_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+    service = service_of(name, got, type="kafka", url=kafka_url)
+
+    async def commit(*arguments: object) -> None:
+        raise driver.errors.RequestTimedOutError("no coordinator")
+
+    async with service:
+        with monkeypatch.context() as patch:
+            patch.setattr(driver.Consumer, "commit", commit)
+            await service.send(name, 7)
+            await eventually(lambda: got == [7])
+            await becomes_unhealthy(service, "no coordinator")
+        await eventually(lambda: service.ready)
