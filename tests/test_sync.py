@@ -401,8 +401,8 @@ def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
                 release.set()
                 await asyncio.sleep(0)
 
-    assert service._loop is not None
-    asyncio.run_coroutine_threadsafe(stubborn(), service._loop)
+    assert service._caller is not None
+    asyncio.run_coroutine_threadsafe(stubborn(), service._caller.loop)
     service.shutdown()
     assert loop_threads() == 0
 
