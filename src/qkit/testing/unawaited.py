@@ -14,8 +14,9 @@ from __future__ import annotations
 import linecache
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Final
+from collections.abc import Callable, Generator
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -29,7 +30,8 @@ __all__ = [
 
 HOOK: Final = "_warn_unawaited_coroutine"
 
-Hook = Callable[[Coroutine[Any, Any, Any]], None]
+if TYPE_CHECKING:
+    Hook = Callable[[CoroutineType[Any, Any, Any]], None]
 
 
 class Watch:
@@ -52,8 +54,8 @@ class Watch:
         names, self._names = self._names, []
         return names
 
-    def _hear(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        frame = getattr(coroutine, "cr_frame", None)
+    def _hear(self, coroutine: CoroutineType[Any, Any, Any]) -> None:
+        frame = coroutine.cr_frame
         if frame is not None and frame.f_globals.get("__name__", "").startswith("qkit."):
             self._names.append(coroutine.__qualname__)
         # The same warning as Python's own, issued here: through its function, this frame would
@@ -61,9 +63,9 @@ class Watch:
         warnings.warn(_text(coroutine), RuntimeWarning, stacklevel=2, source=coroutine)
 
 
-def _text(coroutine: Coroutine[Any, Any, Any]) -> str:
+def _text(coroutine: CoroutineType[Any, Any, Any]) -> str:
     text = f"coroutine '{coroutine.__qualname__}' was never awaited"
-    origin = getattr(coroutine, "cr_origin", None)  # set in asyncio's debug mode
+    origin = coroutine.cr_origin  # set in asyncio's debug mode
     if origin is None:
         return text
     frames = [
