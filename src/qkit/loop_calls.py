@@ -96,23 +96,22 @@ class LoopCall(Generic[R]):
             LifecycleError: The task was cancelled, or its loop was closed or stopped.
             BaseException: What the coroutine raised, or what interrupted this thread.
         """
+        stopped = 0
         try:
-            return self._wait()
+            while True:
+                try:
+                    return self._answer.result(LOOP_CHECK_INTERVAL_SECONDS)
+                except TimeoutError:
+                    if self._answer.done():  # a TimeoutError of the coroutine, or just in time
+                        return self._answer.result()
+                stopped = 0 if self._loop.is_running() else stopped + 1
+                if self._loop.is_closed() or stopped >= STOPPED_LOOP_CHECKS:
+                    raise _ended()
         except BaseException:
             self._give_up()
             raise
-
-    def _wait(self) -> R:
-        stopped = 0
-        while True:
-            try:
-                return self._answer.result(LOOP_CHECK_INTERVAL_SECONDS)
-            except TimeoutError:
-                if self._answer.done():  # a TimeoutError of the coroutine, or just in time
-                    return self._answer.result()
-            stopped = 0 if self._loop.is_running() else stopped + 1
-            if self._loop.is_closed() or stopped >= STOPPED_LOOP_CHECKS:
-                raise _ended()
+        finally:
+            del self  # the error, which it holds, refers to this frame: leave no cycle
 
     def _give_up(self) -> None:
         if self._answer.cancel():  # false once there is an answer
@@ -124,14 +123,18 @@ class LoopCall(Generic[R]):
             self._task.cancel()
 
     def _finish(self, task: asyncio.Task[R]) -> None:
-        error = LifecycleError("the service was shut down before this call was done")
-        outcome = error if task.cancelled() else task.exception()
+        if task.cancelled():
+            error: BaseException | None = LifecycleError(
+                "the service was shut down before this call was done"
+            )
+        else:
+            error = task.exception()
         if not self._answer.set_running_or_notify_cancel():
             return  # nothing waits for it any more
-        if outcome is None:
+        if error is None:
             self._answer.set_result(task.result())
         else:
-            self._answer.set_exception(outcome)
+            self._answer.set_exception(error)
 
 
 def _ended() -> LifecycleError:
