@@ -13,8 +13,8 @@ SRC = Path(__file__).parent.parent / "src" / "qkit"
 # that may import each other. `backends` and the policies below it share a height, and FORBIDDEN
 # keeps them apart.
 ORDER = [
-    ["errors", "clock"],
-    ["message", "logs", "tasks"],
+    ["errors", "clock", "_coroutines"],
+    ["message", "logs", "tasks", "loop_calls"],
     ["backend", "_compression", "_dumping", "_config_words", "_config_rules", "_config_sources"],
     ["config", "codec", "matrix", "views"],
     ["native"],
@@ -28,7 +28,7 @@ ORDER = [
     ["session"],
     ["consumer", "outgoing", "sending", "dead_letters", "signals", "opening"],
     ["producer"],
-    ["administration", "crew", "monitor"],
+    ["administration", "crew", "monitor", "sync_sender"],
     ["service"],
     ["sync", "asyncapi", "lookup"],
     ["__init__"],

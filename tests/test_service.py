@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import os
 import threading
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -35,8 +38,10 @@ from qkit import (
 )
 from qkit.backend import Capabilities, QueueSpec, Support
 from qkit.events import Event, Reconnected
+from qkit.testing import TestService
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
+from tests.support.waiting import eventually
 
 
 class Order(BaseModel):
@@ -301,6 +306,199 @@ async def test_a_call_during_the_start_is_told_to_wait(virtual_clock: VirtualClo
     gate.set()
     await start
     await service.shutdown()
+
+
+# -- sending where the event loop is not -----------------------------------------------------
+
+SENDS = ("send", "publish", "send_many")
+
+
+def call_of(service: QueueService, name: str) -> Coroutine[Any, Any, object]:
+    """Call a send by its name, and do not await it."""
+    if name == "send":
+        return service.send("orders", 1)
+    return service.publish("prices", 1) if name == "publish" else service.send_many("orders", [1])
+
+
+@pytest.mark.parametrize("name", SENDS)
+async def test_a_send_in_another_thread_is_refused_at_the_call(
+    virtual_clock: VirtualClock, name: str
+) -> None:
+    service = make(virtual_clock)
+    async with service:
+        with pytest.raises(LifecycleError) as caught:
+            _ = await asyncio.to_thread(call_of, service, name)
+        assert f"service.sync.{name}(" in str(caught.value)
+        assert "no event loop runs" in str(caught.value)
+        assert caught.value.operation == name
+        await asyncio.to_thread(refuses_threadsafe, service, name, asyncio.get_running_loop())
+    assert backend_of(service).count("publish") == 0
+
+
+def refuses_threadsafe(service: QueueService, name: str, loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.raises(LifecycleError, match=f"service.sync.{name}"):
+        asyncio.run_coroutine_threadsafe(call_of(service, name), loop)
+
+
+@pytest.mark.parametrize("name", SENDS)
+async def test_a_send_from_a_second_loop_is_refused_at_the_call(
+    virtual_clock: VirtualClock, name: str
+) -> None:
+    service = make(virtual_clock)
+
+    async def elsewhere() -> None:
+        with pytest.raises(LifecycleError, match="another event loop runs"):
+            _ = call_of(service, name)
+
+    async with service:
+        await asyncio.to_thread(asyncio.run, elsewhere())
+    assert backend_of(service).count("publish") == 0
+
+
+def test_a_send_from_a_later_loop_of_the_same_thread_is_refused() -> None:
+    service = QueueService(Settings(type="native"))
+
+    async def later() -> None:
+        with pytest.raises(LifecycleError, match="another event loop runs"):
+            _ = service.send("orders", 1)
+
+    asyncio.run(service.start())
+    asyncio.run(later())
+
+
+@pytest.mark.parametrize("name", SENDS)
+def test_before_start_a_send_without_a_loop_is_refused_at_the_call(name: str) -> None:
+    with pytest.raises(LifecycleError, match="no event loop runs"):
+        _ = call_of(QueueService(Settings(type="native")), name)
+
+
+@pytest.mark.parametrize("name", SENDS)
+async def test_before_start_and_after_shutdown_the_error_comes_on_await(
+    virtual_clock: VirtualClock, name: str
+) -> None:
+    service = make(virtual_clock)
+    early = call_of(service, name)
+    with pytest.raises(LifecycleError, match="start it first"):
+        await early
+    async with service:
+        during = call_of(service, name)
+        await during
+    late = call_of(service, name)
+    with pytest.raises(LifecycleError, match="make a new QueueService"):
+        await late
+
+
+async def test_every_other_error_comes_on_await(virtual_clock: VirtualClock) -> None:
+    numbers: Channel[int] = Channel("numbers", int)
+    async with make(virtual_clock) as service:
+        for later in (
+            service.send(numbers, "one"),  # type: ignore[misc]
+            service.send("orders", 1, prioriti=1),  # type: ignore[call-overload]
+            service.publish(numbers, 1),
+            service.send_many("orders", 5),  # type: ignore[call-overload]
+        ):
+            with pytest.raises((QueueError, TypeError)):
+                await later
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+async def test_a_send_in_a_forked_child_is_refused_at_the_call(virtual_clock: VirtualClock) -> None:
+    async def elsewhere(service: QueueService) -> None:
+        _ = service.send("orders", 1)
+
+    def refused(service: QueueService, *, in_loop: bool) -> bool:
+        try:
+            if in_loop:
+                asyncio.events._set_running_loop(None)  # as fork leaves it from 3.12 on
+                asyncio.run(elsewhere(service))
+            else:
+                _ = service.send("orders", 1)
+        except LifecycleError:
+            return True
+        return False
+
+    async with make(virtual_clock) as service:
+        for in_loop in (False, True):
+            child = os.fork()
+            if child == 0:  # nothing of pytest may run here
+                code = 3
+                try:
+                    code = 0 if refused(service, in_loop=in_loop) else 4
+                finally:
+                    os._exit(code)
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert os.waitstatus_to_exitcode(status) == 0
+    assert backend_of(service).count("publish") == 0
+
+
+@pytest.mark.parametrize("returned", [False, True])
+async def test_a_send_in_a_synchronous_handler_fails_the_attempt(
+    virtual_clock: VirtualClock, returned: bool
+) -> None:
+    @consume("orders")
+    def place(number: int) -> object:
+        sending = service.send("invoices", number)
+        return sending if returned else None
+
+    service = make(virtual_clock, place, retry={"max_attempts": 2})
+    async with service:
+        await service.send("orders", 1)
+        await eventually(service.dead_letters("orders").list)
+        letters = await service.dead_letters("orders").list()
+        assert letters[0].error_type == "LifecycleError"
+        assert "service.sync.send(" in (letters[0].error or "")
+        assert letters[0].attempts == 2
+        assert service.metrics().messages_sent == 1
+
+
+async def test_another_coroutine_that_a_synchronous_handler_returns_is_awaited(
+    virtual_clock: VirtualClock,
+) -> None:
+    done: list[int] = []
+
+    async def work(number: int) -> None:
+        await service.send("invoices", number)
+        done.append(number)
+
+    @consume("orders")
+    def place(number: int) -> object:
+        return work(number)
+
+    service = make(virtual_clock, place)
+    async with service:
+        await service.send("orders", 1)
+        await eventually(lambda: done)
+        assert (await service.stats("invoices")).depth == 1
+
+
+@pytest.mark.parametrize("owner", [QueueService, TestService])
+@pytest.mark.parametrize("name", SENDS)
+async def test_a_send_is_a_coroutine_function_to_whoever_asks(
+    virtual_clock: VirtualClock, owner: type, name: str
+) -> None:
+    function = getattr(owner, name)
+    service = make(virtual_clock)
+    bound = getattr(service if owner is QueueService else TestService(service), name)
+    for item in (function, bound):
+        assert inspect.iscoroutinefunction(item)
+        assert asyncio.iscoroutinefunction(item)
+        assert item.__doc__
+        assert item.__name__ == name
+    names = list(inspect.signature(bound).parameters)
+    assert names == ["channel", "bodies" if name == "send_many" else "body", "options"]
+    coroutine = bound("orders", [1])
+    assert inspect.iscoroutine(coroutine)
+    assert coroutine.__qualname__ == f"QueueService.{name}"
+    coroutine.close()
+
+
+async def test_a_send_may_be_handed_on_as_a_task_or_gathered(virtual_clock: VirtualClock) -> None:
+    async with make(virtual_clock) as service:
+        task = asyncio.create_task(service.send("orders", 1), name="later")
+        await asyncio.gather(service.send("orders", 2), asyncio.wait_for(service.send("q", 3), 5))
+        assert isinstance(await task, Sent)
+        assert (await service.stats("orders")).depth == 2
 
 
 # -- sending ---------------------------------------------------------------------------------

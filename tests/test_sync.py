@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -401,8 +402,8 @@ def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
                 release.set()
                 await asyncio.sleep(0)
 
-    assert service._loop is not None
-    asyncio.run_coroutine_threadsafe(stubborn(), service._loop)
+    assert service._caller is not None
+    asyncio.run_coroutine_threadsafe(stubborn(), service._caller.loop)
     service.shutdown()
     assert loop_threads() == 0
 
@@ -442,3 +443,120 @@ def test_an_error_of_a_listener_or_handler_does_not_end_it() -> None:
         service.send("orders", 2)
         clerk.wait_for(2)
         assert service.ready
+
+
+def test_a_synchronous_handler_sends_while_the_service_drains() -> None:
+    begun, gate = threading.Event(), threading.Event()
+    sent: list[object] = []
+
+    @consume("orders")
+    def forward(body: int) -> None:
+        begun.set()
+        assert gate.wait(10)
+        sent.append(service.send("audit", body))
+        sent.append(service.send_many("audit", [1, 2]))
+
+    backend = FaultyBackend()
+    service = make(forward, backend=backend)
+    service.start()
+    service.send("orders", 1)
+    assert begun.wait(10)
+    ending = threading.Thread(target=service.shutdown)
+    ending.start()
+    eventually(lambda: service.connection_state == "closing")
+    gate.set()
+    ending.join(10)
+    assert not ending.is_alive()
+    assert len(sent) == 2
+    assert backend.count("ack") == 1
+
+
+def test_an_iterator_is_read_in_the_thread_that_sends() -> None:
+    readers: list[str] = []
+
+    def rows() -> Iterator[int]:
+        readers.append(threading.current_thread().name)
+        yield 1
+
+    with make() as service:
+        service.send_many("rows", rows())
+    assert readers == [threading.current_thread().name]
+
+
+def test_it_knows_the_channels_and_their_types() -> None:
+    service = make(Clerk())
+    assert {channel.name for channel in service.channels} == {"orders", "audit"}
+    assert service.body_type("orders") is int
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
+    with make() as service:
+        child = os.fork()
+        if child == 0:  # nothing of pytest may run here
+            code = 3
+            try:
+                service.send("orders", 1)
+            except LifecycleError as error:
+                code = 0 if "fork" in str(error) else 4
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert service.metrics().messages_sent == 0
+
+
+# -- in the loop of another program --------------------------------------------------------------
+
+
+async def test_hosted_it_runs_in_the_running_loop_and_its_calls_go_there() -> None:
+    clerk = Clerk()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    @consume("forward")
+    def forward(body: int) -> None:
+        service.send("orders", body)
+        assert [message.body for message in service.peek("orders")] in ([], [b"1"])
+
+    @consume("where")
+    async def where(body: int) -> None:
+        loops.append(asyncio.get_running_loop())
+
+    service = make(clerk, forward, where)
+    with service.hosted() as inner:
+        async with inner:
+            await inner.send("forward", 1)
+            await inner.send("where", 1)
+            await asyncio.to_thread(clerk.wait_for, 1)
+            assert await asyncio.to_thread(service.queues) == sorted(await inner.queues())
+            await asyncio.to_thread(service.start)  # it runs already
+            with pytest.raises(LifecycleError, match="inside a running event loop"):
+                service.send("orders", 1)
+            assert loop_threads() == 0
+    assert loops == [asyncio.get_running_loop()]
+    with pytest.raises(LifecycleError, match="not running"):
+        await asyncio.to_thread(service.send, "orders", 1)
+
+
+@pytest.mark.parametrize("end", ["stop", "shutdown"])
+async def test_hosted_it_ends_when_a_thread_says_so(end: str) -> None:
+    service = make(Clerk())
+    with service.hosted() as inner:
+        running = asyncio.create_task(inner.run())
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(eventually, lambda: service.ready)
+            await asyncio.to_thread(getattr(service, end))
+            await running
+    assert service.connection_state == "closed"
+    service.stop()  # too late, and no error
+
+
+async def test_a_service_that_was_started_cannot_be_hosted() -> None:
+    service = make()
+    await asyncio.to_thread(service.start)
+    with pytest.raises(LifecycleError, match="started before"), service.hosted():
+        pytest.fail("it was hosted")
+    await asyncio.to_thread(service.shutdown)
+    with pytest.raises(LifecycleError, match="started before"), service.hosted():
+        pytest.fail("it was hosted")

@@ -19,6 +19,7 @@ from qkit import Message, QueueService, Settings, consume
 from qkit.telemetry import Telemetry
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
+from tests.support.waiting import eventually
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -217,3 +218,31 @@ def test_a_program_without_a_provider_does_not_even_import_opentelemetry() -> No
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )
     assert json.loads(ran.stdout) == []
+
+
+async def test_the_trace_of_a_synchronous_handler_goes_on_in_what_it_sends(
+    virtual_clock: VirtualClock, exporter: InMemorySpanExporter
+) -> None:
+    headers: list[str] = []
+
+    @consume("orders")
+    def place(number: int) -> None:
+        with trace.get_tracer("test").start_as_current_span("in the handler"):
+            made.sync.send("invoices", number)
+
+    @consume("invoices")
+    async def bill(number: int, message: Message) -> None:
+        headers.append(message.headers["traceparent"])
+
+    made = service(place, bill, clock=virtual_clock)
+    async with made:
+        await made.send("orders", 1)
+        await eventually(lambda: headers)
+    (handling,) = named(exporter, "process orders")
+    (inner,) = named(exporter, "in the handler")
+    (sending,) = named(exporter, "send invoices")
+    assert inner.parent is not None
+    assert sending.parent is not None
+    assert (inner.parent.trace_id, inner.parent.span_id) == ids(handling)
+    assert (sending.parent.trace_id, sending.parent.span_id) == ids(inner)
+    assert f"{ids(sending)[1]:016x}" in headers[0]

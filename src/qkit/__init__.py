@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from qkit.service import QueueService
     from qkit.signatures import Header, ParamMetadata
     from qkit.sync import SyncDeadLetters, SyncQueueService
+    from qkit.sync_sender import SyncSender
 
 __version__ = "0.1.0"
 
@@ -160,6 +161,7 @@ __all__ = [
     "Support",
     "SyncDeadLetters",
     "SyncQueueService",
+    "SyncSender",
     "Unavailable",
     "Unsupported",
     "channel",
@@ -264,6 +266,7 @@ _HOMES = {
         "SyncDeadLetters",
         "SyncQueueService",
     ),
+    "qkit.sync_sender": ("SyncSender",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -14,6 +14,7 @@ from pydantic.json_schema import JsonSchemaMode
 from qkit.channels import Channel
 from qkit.registry import Handler
 from qkit.service import QueueService
+from qkit.sync import SyncQueueService
 
 __all__ = ["document"]
 
@@ -24,7 +25,12 @@ PROTOCOLS = {"rabbitmq": "amqp", "kafka": "kafka", "redis": "redis"}
 MODE: JsonSchemaMode = "validation"
 
 
-def document(service: QueueService, *, title: str = "qkit service", version: str = "0.1.0") -> Json:
+def document(
+    service: QueueService | SyncQueueService,
+    *,
+    title: str = "qkit service",
+    version: str = "0.1.0",
+) -> Json:
     """What a service sends and receives, as AsyncAPI 3.0.
 
     A channel with handlers is received, one that is only declared is sent to. Schemas are those of
@@ -55,7 +61,7 @@ def document(service: QueueService, *, title: str = "qkit service", version: str
 class _Writer:
     """Collects the parts of the document, channel by channel."""
 
-    def __init__(self, service: QueueService) -> None:
+    def __init__(self, service: QueueService | SyncQueueService) -> None:
         self._service = service
         self.channels: Json = {}
         self.operations: Json = {}
@@ -137,7 +143,7 @@ def _operation(action: str, channel: str, message: str) -> Json:
     }
 
 
-def _server(service: QueueService) -> Json:
+def _server(service: QueueService | SyncQueueService) -> Json:
     """Where the broker is, without whatever the address says of users and passwords."""
     settings = service.settings
     if settings.url is None:

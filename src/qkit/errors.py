@@ -5,7 +5,7 @@ The tree::
     QueueError                      root: backend, operation, queue, message_id, cause
     ├── ConfigError                 settings, declarations or capabilities that cannot work
     │   └── HandlerError            a handler whose signature cannot be filled
-    ├── LifecycleError              the right call at the wrong time (send before start, …)
+    ├── LifecycleError              the right call at the wrong time, or in the wrong thread
     ├── Unsupported                 this backend, or this kind of channel, cannot do that
     ├── QueueNotFound               no such queue, topic or list
     ├── MessageNotFound             no such message (settled, purged or never there)
@@ -163,7 +163,7 @@ class HandlerError(ConfigError, TypeError):
 
 
 class LifecycleError(QueueError, RuntimeError):
-    """The right call at the wrong time: send before start, register after it, and so on."""
+    """The right call at the wrong time or in the wrong thread: send before start, and so on."""
 
 
 class Unsupported(QueueError):

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar, cast
 
+from qkit._coroutines import shown_as
 from qkit.backend import Backend
 from qkit.channels import Channel
 from qkit.clock import Clock
@@ -49,16 +50,19 @@ class Producer:
         self._ready = ready
         self._declaring = asyncio.Lock()
 
+    @shown_as("QueueService.send")
     async def send(self, channel: Channel[T] | str, body: object, options: SendOptions) -> Sent:
         """One message to a queue."""
         route = self._route(channel, "send")
         return (await self.hand_over(route, [self._envelope(route, body, options)]))[0]
 
+    @shown_as("QueueService.publish")
     async def publish(self, channel: Channel[T] | str, body: object, options: SendOptions) -> Sent:
         """One message to every group of a topic."""
         route = self._route(channel, "publish")
         return (await self.hand_over(route, [self._envelope(route, body, options)]))[0]
 
+    @shown_as("QueueService.send_many")
     async def send_many(
         self, channel: Channel[T] | str, bodies: Iterable[object], options: SendOptions
     ) -> list[Sent]:

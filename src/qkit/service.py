@@ -6,11 +6,12 @@ The only module that knows both the policies and the backends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self, TypeVar, Unpack, cast, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
+from qkit._coroutines import returns_coroutine
 from qkit.administration import Administration
 from qkit.backend import (
     Backend,
@@ -37,6 +38,7 @@ from qkit.events import (
 )
 from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
 from qkit.logs import logger
+from qkit.loop_calls import LoopCaller, running_loop
 from qkit.message import DeadLetter, Message, Sent
 from qkit.monitor import Monitor
 from qkit.opening import open_backend
@@ -48,6 +50,7 @@ from qkit.routes import Route, Routes
 from qkit.sending import Sender
 from qkit.settlement import record_death
 from qkit.signals import catch
+from qkit.sync_sender import SyncSender
 from qkit.telemetry import Telemetry
 from qkit.threads import HandlerThreads
 
@@ -111,6 +114,9 @@ class QueueService:
         self._life = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # from start to shutdown
+        self._loop_caller: LoopCaller | None = None
+        self._sync = SyncSender(self, self._require_caller)
         self._wire(backend, chosen)
 
     def _wire(self, backend: Backend, clock: Clock) -> None:
@@ -246,6 +252,7 @@ class QueueService:
             self._require("start", "new")
             planned = self._plan()
             self._state = "starting"
+            self._bind(asyncio.get_running_loop())
             self._connection.move(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
@@ -256,6 +263,7 @@ class QueueService:
                 for route in self._routes.known():
                     route.declared = False
                 self._state = "new"
+                self._bind(None)
                 raise
 
     def _plan(self) -> list[tuple[Route, Handler]]:
@@ -366,6 +374,7 @@ class QueueService:
             self._threads.close()
             await self._close_backend()
             self._state = "closed"
+            self._bind(None)
             self._connection.move(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
             self._events.emit(ShutDown(abandoned))
@@ -404,13 +413,32 @@ class QueueService:
 
     # -- sending -----------------------------------------------------------------------------
 
+    @property
+    def sync(self) -> SyncSender:
+        """Blocking ``send``, ``send_many`` and ``publish`` for other threads.
+
+        Use it in a synchronous handler, which runs in a thread of its own:
+
+        >>> from qkit import QueueService, Settings, consume
+        >>> service = QueueService(Settings(type="native"))
+        >>> @consume("orders")
+        ... def place(order: dict) -> None:
+        ...     service.sync.send("invoices", {"order": order["id"]})
+        """
+        return self._sync
+
     @overload
-    async def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
+    def send(
+        self, channel: Channel[T], body: T, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
     @overload
-    async def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    async def send(
+    def send(
+        self, channel: str, body: object, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
+    @returns_coroutine
+    def send(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
+    ) -> Coroutine[Any, Any, Sent]:
         """Send one message to a queue; returns once the broker has confirmed it.
 
         ``options`` are ``priority``, ``delay`` and ``ttl`` in seconds, ``key`` and ``headers``.
@@ -419,44 +447,89 @@ class QueueService:
         ...     sent = await service.send("orders", {"id": 1}, priority=8, delay=2.5, ttl=60)
         ...     print(sent.message_id, sent.position)
 
-        Raises ``InvalidBody``, ``InvalidPriority``, ``InvalidHeader``, ``PayloadTooLarge`` and
-        ``ValueError`` before anything leaves; ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and
-        ``BackendUnavailable`` after.
+        Raises ``LifecycleError`` at the call, before there is a coroutine, unless the service's
+        event loop runs in this thread: a synchronous handler uses ``service.sync.send``. All
+        other errors come when it is awaited: ``InvalidBody``, ``InvalidPriority``,
+        ``InvalidHeader``, ``PayloadTooLarge`` and ``ValueError`` before anything leaves;
+        ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and ``BackendUnavailable`` after.
         """
-        return await self._producer.send(channel, body, options)
+        if self._loop is None or running_loop() is not self._loop:
+            self._check_loop("send")
+        return self._producer.send(channel, body, options)
 
     @overload
-    async def publish(
+    def publish(
         self, channel: Channel[T], body: T, **options: Unpack[SendOptions]
-    ) -> Sent: ...
+    ) -> Coroutine[Any, Any, Sent]: ...
     @overload
-    async def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    async def publish(
+    def publish(
+        self, channel: str, body: object, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
+    @returns_coroutine
+    def publish(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """Broadcast one message: every group of the topic gets a copy. Options as for ``send``."""
-        return await self._producer.publish(channel, body, options)
+    ) -> Coroutine[Any, Any, Sent]:
+        """Broadcast one message: every group of the topic gets a copy.
+
+        Options, and errors at the call and on await, are those of ``send``.
+        """
+        if self._loop is None or running_loop() is not self._loop:
+            self._check_loop("publish")
+        return self._producer.publish(channel, body, options)
 
     @overload
-    async def send_many(
+    def send_many(
         self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
+    ) -> Coroutine[Any, Any, list[Sent]]: ...
     @overload
-    async def send_many(
+    def send_many(
         self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
-    async def send_many(
+    ) -> Coroutine[Any, Any, list[Sent]]: ...
+    @returns_coroutine
+    def send_many(
         self,
         channel: Channel[T] | str,
         bodies: Iterable[T] | Iterable[object],
         **options: Unpack[SendOptions],
-    ) -> list[Sent]:
+    ) -> Coroutine[Any, Any, list[Sent]]:
         """Send many messages with the same options, in as few round trips as the broker allows.
 
         Every body is checked before the first leaves. Raises ``PartialSend`` when only some were
-        accepted: its ``results`` has a ``Sent`` or an error for each.
+        accepted: its ``results`` has a ``Sent`` or an error for each. Other errors are those of
+        ``send``.
         """
-        return await self._producer.send_many(channel, bodies, options)
+        if self._loop is None or running_loop() is not self._loop:
+            self._check_loop("send_many")
+        return self._producer.send_many(channel, bodies, options)
+
+    def _bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Note the event loop in which the service runs, ``None`` before start and at the end."""
+        self._loop = loop
+        self._loop_caller = None if loop is None else LoopCaller(loop)
+
+    def _check_loop(self, operation: str) -> None:
+        """Raise unless a send may be awaited in this thread.
+
+        A service that has not started, or was shut down, has no event loop. Then any will do: the
+        error comes when the send is awaited.
+        """
+        running = running_loop()
+        if running is not None and (self._loop is None or running is self._loop):
+            return
+        where = "no event loop runs" if running is None else "another event loop runs"
+        raise LifecycleError(
+            f"service.{operation}() was called in a thread where {where}, so nothing was sent. "
+            f"In a synchronous handler or any other thread write service.sync.{operation}(…), "
+            f"which blocks until the broker has confirmed; `await service.{operation}(…)` belongs "
+            "in the event loop in which the service was started",
+            operation=operation,
+        )
+
+    def _require_caller(self, operation: str) -> LoopCaller:
+        """Return the entry to the service's event loop for other threads."""
+        while (caller := self._loop_caller) is None:
+            self._require(f"sync.{operation}", "running")  # passes if it has started just now
+        return caller
 
     # -- steering ----------------------------------------------------------------------------
 

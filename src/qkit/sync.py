@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack, cast, overload
 
@@ -17,6 +17,7 @@ from qkit.errors import LifecycleError
 from qkit.events import EventName
 from qkit.health import ConnectionState, Health, Metrics
 from qkit.logs import logger
+from qkit.loop_calls import LoopCaller, running_loop
 from qkit.message import DeadLetter, Message, Sent
 from qkit.outgoing import SendOptions
 from qkit.registry import Handler
@@ -52,12 +53,39 @@ class SyncQueueService:
         middleware: Sequence[Middleware] = (),
     ) -> None:
         self._service = QueueService(settings, backend=backend, middleware=middleware)
-        self._loop: asyncio.AbstractEventLoop | None = None  # from start to shutdown
+        self._caller: LoopCaller | None = None  # from start to shutdown
         self._thread: threading.Thread | None = None
         self._closed = False
         self._life = threading.Lock()  # start and shutdown, one after the other
         self._entry = threading.Lock()  # no call may enter a loop that is about to end
         self._stopped = threading.Event()
+        self._hosted = False
+
+    @contextmanager
+    def hosted(self) -> Generator[QueueService, None, None]:
+        """For ``qkit run``: use the running event loop instead of a thread with a loop.
+
+        Calls from other threads, such as those of synchronous handlers, go to that loop.
+
+        Yields:
+            The service to start and run there.
+
+        Raises:
+            LifecycleError: This service was started before.
+        """
+        loop = asyncio.get_running_loop()
+        if self._closed or self._caller is not None:
+            raise LifecycleError(
+                "this service was started before: give qkit run one that is not started",
+                operation="run",
+            )
+        self._hosted = True
+        self._caller = LoopCaller(loop)
+        try:
+            yield self._service
+        finally:
+            self._closed = True
+            self._caller = None
 
     @property
     def settings(self) -> Settings:
@@ -77,6 +105,15 @@ class SyncQueueService:
         """Every registered handler with its metadata."""
         return self._service.handlers
 
+    @property
+    def channels(self) -> list[Channel[object]]:
+        """Every channel that was declared, by itself or by its handlers."""
+        return self._service.channels
+
+    def body_type(self, channel: Channel[T] | str) -> object | None:
+        """As ``QueueService.body_type``."""
+        return self._service.body_type(channel)
+
     def on(self, event: EventName, listener: Callable[..., object]) -> None:
         """As ``QueueService.on``; the listener is called in the loop's thread."""
         self._service.on(event, listener)
@@ -91,10 +128,10 @@ class SyncQueueService:
                     "SyncQueueService",
                     operation="start",
                 )
-            if self._loop is None:
+            if self._caller is None:
                 self._open_loop()
             try:
-                self._call(self._service.start())
+                self._call(self._service.start)
             except BaseException:  # it may be tried again, in a new loop
                 self._close_loop()
                 raise
@@ -102,8 +139,8 @@ class SyncQueueService:
     def run(self) -> None:
         """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed."""
         self.start()
-        loop = self._loop
-        if loop is None:
+        caller = self._caller
+        if caller is None:
             return  # another thread has shut it down already
 
         def first(name: str) -> None:
@@ -114,7 +151,7 @@ class SyncQueueService:
             logger.warning("%s again: not waiting for handlers", name)
             self._service.force()
 
-        with catch(loop, first, second):
+        with catch(caller.loop, first, second):
             try:
                 self._stopped.wait()
             finally:
@@ -123,6 +160,9 @@ class SyncQueueService:
     def stop(self) -> None:
         """Ask ``run`` to end; returns at once."""
         self._stopped.set()
+        if self._hosted and (caller := self._caller) is not None:
+            with suppress(RuntimeError):  # the loop is closed: it has ended
+                caller.loop.call_soon_threadsafe(self._service.stop)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """As ``QueueService.shutdown``; ends the loop's thread as well."""
@@ -130,24 +170,26 @@ class SyncQueueService:
         self._stopped.set()
         with self._life:
             self._closed = True
-            if self._loop is not None:
+            if self._caller is not None:
                 try:
-                    self._call(self._service.shutdown(timeout))
+                    self._call(lambda: self._service.shutdown(timeout))
                 finally:
                     self._close_loop()
 
     def _open_loop(self) -> None:
         loop = asyncio.new_event_loop()
-        self._loop = loop
+        self._caller = LoopCaller(loop)
         self._thread = threading.Thread(target=_serve, args=(loop,), name="qkit-loop", daemon=True)
         self._thread.start()
 
     def _close_loop(self) -> None:
+        if self._hosted:
+            return  # the loop is the host's
         with self._entry:
-            loop, self._loop = self._loop, None
+            caller, self._caller = self._caller, None
         thread, self._thread = self._thread, None
-        if loop is not None and thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
+        if caller is not None and thread is not None:
+            caller.loop.call_soon_threadsafe(caller.loop.stop)
             thread.join()
 
     def __enter__(self) -> Self:
@@ -172,7 +214,7 @@ class SyncQueueService:
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Sent:
         """As ``QueueService.send``."""
-        return self._call(self._service.send(cast("str", channel), body, **options))
+        return self._call(lambda: self._service.send(cast("str", channel), body, **options))
 
     @overload
     def publish(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
@@ -182,7 +224,7 @@ class SyncQueueService:
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
     ) -> Sent:
         """As ``QueueService.publish``."""
-        return self._call(self._service.publish(cast("str", channel), body, **options))
+        return self._call(lambda: self._service.publish(cast("str", channel), body, **options))
 
     @overload
     def send_many(
@@ -198,16 +240,17 @@ class SyncQueueService:
         bodies: Iterable[T] | Iterable[object],
         **options: Unpack[SendOptions],
     ) -> list[Sent]:
-        """As ``QueueService.send_many``."""
-        return self._call(self._service.send_many(cast("str", channel), bodies, **options))
+        """As ``QueueService.send_many``; an iterator is read in this thread."""
+        many: list[object] = list(bodies)  # reading an iterator may block, and must not in the loop
+        return self._call(lambda: self._service.send_many(cast("str", channel), many, **options))
 
     def pause(self, channel: Channel[T] | str) -> None:
         """As ``QueueService.pause``."""
-        self._call(_later(self._service.pause, name_of(channel)))
+        self._call(lambda: _later(self._service.pause, name_of(channel)))
 
     def resume(self, channel: Channel[T] | str) -> None:
         """As ``QueueService.resume``."""
-        self._call(_later(self._service.resume, name_of(channel)))
+        self._call(lambda: _later(self._service.resume, name_of(channel)))
 
     @property
     def connection_state(self) -> ConnectionState:
@@ -234,52 +277,43 @@ class SyncQueueService:
 
     def queues(self) -> list[str]:
         """As ``QueueService.queues``."""
-        return self._call(self._service.queues())
+        return self._call(self._service.queues)
 
     def stats(self, name: Channel[T] | str) -> QueueStats:
         """As ``QueueService.stats``."""
-        return self._call(self._service.stats(name))
+        return self._call(lambda: self._service.stats(name))
 
     def peek(self, name: Channel[T] | str, limit: int = 10) -> list[Message]:
         """As ``QueueService.peek``."""
-        return self._call(self._service.peek(name, limit))
+        return self._call(lambda: self._service.peek(name, limit))
 
     def purge(self, name: Channel[T] | str) -> int:
         """As ``QueueService.purge``."""
-        return self._call(self._service.purge(name))
+        return self._call(lambda: self._service.purge(name))
 
     def delete(self, name: Channel[T] | str) -> None:
         """As ``QueueService.delete``."""
-        self._call(self._service.delete(name))
+        self._call(lambda: self._service.delete(name))
 
     def dead_letters(self, name: Channel[T] | str) -> SyncDeadLetters:
         """As ``QueueService.dead_letters``."""
         return SyncDeadLetters(self._service.dead_letters(name), self._call)
 
-    def _call(self, work: Coroutine[object, object, R]) -> R:
-        try:
-            _outside_a_loop("a call")
-            with self._entry:
-                if self._loop is None:
-                    raise LifecycleError(
-                        "this service is not running: use `with service:` or service.start(), "
-                        "and a new SyncQueueService after shutdown"
-                    )
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except LifecycleError:
-            work.close()
-            raise
-        try:
-            return future.result()
-        except CancelledError:
-            raise LifecycleError("the service was shut down before this call was done") from None
-        except BaseException:
-            future.cancel()  # a KeyboardInterrupt here must not leave the work running there
-            raise
+    def _call(self, work: Callable[[], Coroutine[object, object, R]]) -> R:
+        """Create a coroutine in the loop, run it there and wait for its result."""
+        _outside_a_loop("a call")
+        with self._entry:
+            if self._caller is None:
+                raise LifecycleError(
+                    "this service is not running: use `with service:` or service.start(), "
+                    "and a new SyncQueueService after shutdown"
+                )
+            call = self._caller.submit(work)
+        return call.result()
 
 
 class _Call(Protocol):
-    def __call__(self, work: Coroutine[object, object, R], /) -> R: ...
+    def __call__(self, work: Callable[[], Coroutine[object, object, R]], /) -> R: ...
 
 
 class SyncDeadLetters:
@@ -298,7 +332,7 @@ class SyncDeadLetters:
         ids: Collection[str] | str | None = None,
     ) -> list[DeadLetter]:
         """As ``DeadLetters.list``."""
-        return self._call(self._letters.list(limit, reason=reason, error=error, ids=ids))
+        return self._call(lambda: self._letters.list(limit, reason=reason, error=error, ids=ids))
 
     def replay(
         self,
@@ -309,7 +343,9 @@ class SyncDeadLetters:
         limit: int | None = None,
     ) -> int:
         """As ``DeadLetters.replay``."""
-        return self._call(self._letters.replay(ids, reason=reason, error=error, limit=limit))
+        return self._call(
+            lambda: self._letters.replay(ids, reason=reason, error=error, limit=limit)
+        )
 
     def purge(
         self,
@@ -319,7 +355,7 @@ class SyncDeadLetters:
         error: str | None = None,
     ) -> int:
         """As ``DeadLetters.purge``."""
-        return self._call(self._letters.purge(ids, reason=reason, error=error))
+        return self._call(lambda: self._letters.purge(ids, reason=reason, error=error))
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -337,9 +373,7 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _outside_a_loop(operation: str) -> None:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if running_loop() is None:
         return
     raise LifecycleError(
         f"{operation} on a SyncQueueService inside a running event loop would block it: use "

@@ -167,6 +167,19 @@ def test_the_asyncapi_document_is_printed_or_written(
     assert json.loads((tmp_path / "api.json").read_text())["asyncapi"] == "3.0.0"
 
 
+def test_a_synchronous_service_has_an_asyncapi_document_too(
+    shell: Shell, shop: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{shop}_sync.py").write_text(
+        "from qkit import Settings, SyncQueueService, consume\n"
+        "@consume('audit')\ndef audit(entry: dict) -> None: ...\n"
+        "service = SyncQueueService(Settings(type='native'))\nservice.register(audit)\n"
+    )
+    made = shell.json("asyncapi", f"{shop}_sync:service")
+    assert list(made["channels"]) == ["audit"]
+    assert "did you mean" in shell.run("asyncapi", f"{shop}_sync:servise", code=2).stderr
+
+
 def test_a_loaded_program_gets_the_settings_that_every_command_gets(
     shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,35 @@ service.register(place)
 say("loaded", os.getpid())
 """
 
+SYNC_WORKER = """
+import os, time
+from qkit import Settings, SyncQueueService, consume
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+@consume("orders", concurrency=4)
+def place(number: int) -> None:
+    if number < 0:
+        say("dying", os.getpid())
+        os._exit(3)
+    say("begin", number)
+    time.sleep(number)
+    service.send("invoices", number)
+    say("sent", number)
+    if number == 0:
+        service.stop()
+
+@consume("invoices")
+async def bill(number: int) -> None:
+    say("billed", number)
+
+service = SyncQueueService(Settings(type="native", retry={"max_attempts": 2}))
+service.register(place)
+service.register(bill)
+say("loaded", os.getpid())
+"""
+
 
 class Running:
     """A ``qkit`` process whose lines can be waited for."""
@@ -254,4 +283,60 @@ def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
         for host, status in (("shop.example:80", 200), ("evil.example", 421)):
             answer = httpx.get(f"{address}api/queues", headers={"Host": host})
             assert answer.status_code == status
+        assert running.end() == 0
+
+
+# -- a SyncQueueService ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def sync_place(tmp_path: Path, shell: Shell) -> Path:
+    (tmp_path / "shop.py").write_text(SYNC_WORKER)
+    return tmp_path
+
+
+def test_a_synchronous_service_runs_serves_its_pages_and_drains(
+    sync_place: Path, shell: Shell
+) -> None:
+    words = ("run", "shop:service", "--log-json", "--port", "0")
+    with qkit(sync_place, *words) as running:
+        served = json.loads(running.until(lambda line: "serving on http" in line))
+        address = served["message"].removeprefix("serving on ")
+        running.until(lambda line: "-> connected" in line)
+        assert httpx.get(f"{address}readyz").status_code == 200
+        shell.run("send", "orders", "1")
+        running.until(lambda line: line == "begin 1")
+        assert running.end() == 0  # the handler sends while it drains
+        assert "sent 1" in running.lines()
+    with qkit(sync_place, "run", "shop:service") as running:  # what it sent then is still there
+        running.until(lambda line: line == "billed 1")
+        shell.run("send", "orders", "0")  # this handler calls service.stop()
+        running.until(lambda line: line == "sent 0")
+        assert running.process.wait(40) == 0
+
+
+def test_a_second_signal_forces_a_synchronous_service(sync_place: Path, shell: Shell) -> None:
+    with qkit(sync_place, "run", "shop:service") as running:
+        running.until(lambda line: "-> connected" in line or "this process owns" in line)
+        shell.run("send", "orders", "60")
+        running.until(lambda line: line == "begin 60")
+        running.process.send_signal(signal.SIGTERM)
+        running.until(lambda line: "a second signal forces" in line)
+        began = time.monotonic()
+        assert running.end() == 0
+        assert time.monotonic() - began < 20
+        assert any("left behind" in line for line in running.lines())
+
+
+@pytest.mark.slow
+def test_workers_of_a_synchronous_service_are_started_again_and_drain(
+    sync_place: Path, shell: Shell
+) -> None:
+    with qkit(sync_place, "run", "shop:service", "--workers", "2") as running:
+        running.until(lambda line: "worker 1 is process" in line)
+        running.until(lambda line: "this process owns" in line)
+        shell.run("send", "orders", "--", "-1")
+        running.until(lambda line: "crashed (exit code 3), starting it again in" in line)
+        shell.run("send", "orders", "1")
+        running.until(lambda line: line == "billed 1")
         assert running.end() == 0

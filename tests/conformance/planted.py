@@ -30,6 +30,7 @@ from qkit.native import Engine
 from qkit.native.queue import QueueState
 from qkit.native.topic import Topic
 from qkit.retry import RetryPolicy
+from qkit.service import QueueService
 from qkit.settlement import Settlement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -509,6 +510,13 @@ def compression_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         return init
 
     wrap(patch, Codec, "__init__", change)
+
+
+@fault("test_a_send_that_a_synchronous_handler_does_not_await_fails_the_attempt")
+def send_checks_no_loop(patch: pytest.MonkeyPatch) -> None:
+    def check(self: QueueService, operation: str) -> None: ...
+
+    patch.setattr(QueueService, "_check_loop", check)
 
 
 # -- the suite, once for each --------------------------------------------------------------------

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from qkit import (
     Channel,
     Header,
+    InvalidBody,
+    LifecycleError,
     Message,
     QueueService,
     Reject,
@@ -242,3 +244,65 @@ async def test_a_handler_may_take_a_week_in_one_go() -> None:
         await t.send("slow", 1)
         await t.drain()
         assert [call.body for call in t.handled(slow)] == [1]
+
+
+async def test_a_synchronous_handler_sends_and_no_time_jumps_meanwhile() -> None:
+    """The backoff of the second handler must not begin while the first waits for its send."""
+    times: list[float] = []
+
+    @consume("orders")
+    def place(number: int) -> None:
+        before = t.clock.monotonic()
+        for _ in range(20):
+            service.sync.send("receipts", {"order": number})
+            time.sleep(0.001)
+        times.append(t.clock.monotonic() - before)
+
+    receipts: list[int] = []
+
+    @consume("receipts", retry=RetrySettings(initial_delay=WEEK, max_delay=WEEK, jitter=0))
+    async def keep(receipt: dict[str, int], message: Message) -> None:
+        if message.attempt == 1:
+            raise ConnectionError("closed for a week")
+        receipts.append(receipt["order"])
+
+    service = QueueService(Settings(type="native"))
+    service.register(place)
+    service.register(keep)
+    async with TestService(service) as t:
+        await t.send("orders", 1)
+        await t.drain()
+        assert receipts == [1] * 20
+        assert len(t.handled(place)) == 1
+    assert times[0] < 60  # real time passes in a thread, and not a week
+
+
+async def test_a_send_in_a_synchronous_handler_fails_here_too() -> None:
+    @consume("orders")
+    def place(number: int) -> None:
+        _ = service.send("receipts", number)
+
+    service = QueueService(Settings(type="native"))
+    service.register(place)
+    async with TestService(service) as t:
+        await t.send("orders", 1)
+        await t.drain()
+        assert [letter.error_type for letter in t.dead_letters("orders")] == ["LifecycleError"]
+
+
+@pytest.mark.parametrize("name", ["send", "publish", "send_many"])
+async def test_a_send_from_another_thread_is_refused_at_the_call(name: str) -> None:
+    service, _ = shop()
+    async with TestService(service) as t:
+        with pytest.raises(LifecycleError, match=f"service.sync.{name}"):
+            await asyncio.to_thread(getattr(t, name), "orders", [1])
+
+
+async def test_many_are_sent_with_options_and_checked_like_one() -> None:
+    numbers: Channel[int] = Channel("numbers", int)
+    service = QueueService(Settings(type="native"))
+    async with TestService(service) as t:
+        assert len(await t.send_many(numbers, [1, 2], priority=7)) == 2
+        assert [message.priority for message in await service.peek("numbers")] == [7, 7]
+        with pytest.raises(InvalidBody):
+            await t.send_many(numbers, ["one"])  # type: ignore[misc]

@@ -6,7 +6,7 @@ an error that is lost fails the test as surely as one that is new.
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Annotated, TypedDict, assert_type
+from typing import Annotated, Any, TypedDict, TypeVar, Unpack, assert_type, overload
 
 from pydantic import BaseModel
 
@@ -22,13 +22,17 @@ from qkit import (
     QueueStats,
     Retried,
     RetrySettings,
+    SendOptions,
     Sent,
     Settings,
     SyncQueueService,
+    SyncSender,
     channel,
     consume,
 )
 from qkit.testing import TestService
+
+T = TypeVar("T")
 
 
 class Order(BaseModel):
@@ -88,6 +92,51 @@ async def sends() -> None:
     await service.send(5, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
+async def sends_that_are_not_awaited() -> None:
+    _ = assert_type(service.send(orders, Order(id=1)), Coroutine[Any, Any, Sent])
+    _ = assert_type(service.publish("prices", 1.5), Coroutine[Any, Any, Sent])
+    _ = assert_type(service.send_many(orders, [Order(id=1)]), Coroutine[Any, Any, list[Sent]])
+    service.send(orders, Order(id=1))  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+    service.send_many("orders", [1])  # type: ignore[unused-coroutine]  # pyright: ignore[reportUnusedCoroutine]
+
+
+def sends_from_a_thread() -> None:
+    assert_type(service.sync, SyncSender)
+    assert_type(service.sync.send(orders, Order(id=1), priority=8, delay=2.5, ttl=60), Sent)
+    assert_type(service.sync.send("orders", {"any": "thing"}), Sent)
+    assert_type(service.sync.send_many(orders, [Order(id=1)]), list[Sent])
+    assert_type(service.sync.publish(Channel("ticks", Tick, broadcast=True), Tick(price=1)), Sent)
+    service.sync.send(orders, Invoice(number="1"))  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    service.sync.send_many(orders, [Invoice(number="1")])  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    service.sync.publish(orders, 5)  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    service.sync.send("orders", 1, urgency=5)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+
+
+class Stamped(QueueService):
+    async def send(
+        self, channel: Channel[T] | str, body: object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        assert_type(await super().send("orders", body, **options), Sent)
+        return await super().send("orders", body, **options)
+
+
+class Overloaded(QueueService):
+    @overload
+    async def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
+    @overload
+    async def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
+    async def send(
+        self, channel: Channel[T] | str, body: object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        return await super().send("orders", body, **options)
+
+
+async def sends_of_subclasses() -> None:
+    assert_type(await Stamped().send(orders, Order(id=1)), Sent)
+    assert_type(await Overloaded().send(orders, Order(id=1)), Sent)
+    await Overloaded().send(orders, Invoice(number="1"))  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
 def sends_without_a_loop(plain: SyncQueueService) -> None:
     assert_type(plain.send(orders, Order(id=1)), Sent)
     plain.send(orders, Invoice(number="1"))  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -95,6 +144,8 @@ def sends_without_a_loop(plain: SyncQueueService) -> None:
 
 async def sends_in_tests(t: TestService) -> None:
     assert_type(await t.send(orders, Order(id=1)), Sent)
+    assert_type(await t.send_many(orders, [Order(id=1)], key="k"), list[Sent])
+    await t.send_many(orders, [Invoice(number="1")])  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
     await t.send(orders, Invoice(number="1"))  # type: ignore[misc]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 

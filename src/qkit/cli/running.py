@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,11 +17,12 @@ from rich.logging import RichHandler
 from qkit.cli import frame
 from qkit.cli.frame import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
-from qkit.cli.target import load
+from qkit.cli.target import AnyService, load
 from qkit.cli.terminal import err, print_json, safe, tell
 from qkit.errors import ConfigError
 from qkit.logs import JsonFormatter
 from qkit.service import QueueService
+from qkit.sync import SyncQueueService
 
 __all__ = ["run", "web"]
 
@@ -113,12 +114,23 @@ def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_leve
 
 
 async def _work(
-    service: QueueService, pages: Pages, lifeline: int | None, *, log_json: bool, as_json: bool
+    target: AnyService, pages: Pages, lifeline: int | None, *, log_json: bool, as_json: bool
 ) -> None:
-    async with _served(service, pages, log_json=log_json, as_json=as_json):
-        if lifeline is not None:
-            _hold(lifeline, service)
-        await service.run()
+    with _in_this_loop(target) as service:
+        async with _served(service, pages, log_json=log_json, as_json=as_json):
+            if lifeline is not None:
+                _hold(lifeline, service)
+            await service.run()
+
+
+@contextmanager
+def _in_this_loop(target: AnyService) -> Generator[QueueService, None, None]:
+    """The service to run; a ``SyncQueueService`` uses this loop, and keeps no thread for one."""
+    if isinstance(target, SyncQueueService):
+        with target.hosted() as service:
+            yield service
+    else:
+        yield target
 
 
 @asynccontextmanager

@@ -12,11 +12,14 @@ from types import ModuleType
 
 from qkit.errors import ConfigError
 from qkit.service import QueueService
+from qkit.sync import SyncQueueService
 
-__all__ = ["load"]
+__all__ = ["AnyService", "load"]
+
+AnyService = QueueService | SyncQueueService
 
 
-def load(target: str) -> QueueService:
+def load(target: str) -> AnyService:
     """Import the module and take the service from it; a function is called for it.
 
     Raises ``ConfigError`` with what could have been meant, or where the module itself failed.
@@ -28,9 +31,7 @@ def load(target: str) -> QueueService:
     found: object = module
     for part in name.split("."):
         if not hasattr(found, part):
-            services = [
-                key for key, value in vars(module).items() if isinstance(value, QueueService)
-            ]
+            services = [key for key, value in vars(module).items() if isinstance(value, AnyService)]
             near = difflib.get_close_matches(part, [*services, *vars(module)], 1)
             hint = (
                 f"did you mean {path}:{(services or near)[0]}?"
@@ -39,7 +40,7 @@ def load(target: str) -> QueueService:
             )
             raise ConfigError(f"{path} has no {name!r}; {hint}")
         found = getattr(found, part)
-    if not isinstance(found, QueueService) and callable(found):
+    if not isinstance(found, AnyService) and callable(found):
         try:
             found = found()
         except Exception as error:
@@ -50,10 +51,10 @@ def load(target: str) -> QueueService:
             f"{target} is an async function; a service is made before there is a loop: write it "
             "with def, and leave what must be awaited to the service's start"
         )
-    if not isinstance(found, QueueService):
+    if not isinstance(found, AnyService):
         raise ConfigError(
-            f"{target} is {type(found).__name__}, no QueueService; name one, or a function without "
-            "arguments that makes one"
+            f"{target} is {type(found).__name__}, no QueueService or SyncQueueService; name one, "
+            "or a function without arguments that makes one"
         )
     return found
 

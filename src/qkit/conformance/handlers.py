@@ -12,7 +12,7 @@ from qkit.channels import Channel
 from qkit.clock import Clock
 from qkit.conformance.harness import Harness, Serve, requires
 from qkit.decorators import channel, consume
-from qkit.message import Message
+from qkit.message import Message, Sent
 
 __all__ = ["Handlers"]
 
@@ -133,6 +133,61 @@ class Handlers(Harness):
         assert await asyncio.to_thread(finished.wait, 15)
         assert got == ["free", "blocking"]
         assert threads[0] is not threading.main_thread()
+
+    async def test_what_a_synchronous_handler_sends_with_sync_is_delivered(
+        self, serve: Serve, name: str
+    ) -> None:
+        got: list[int] = []
+        sent: list[Sent] = []
+
+        @consume(f"{name}.orders")
+        def place(number: int) -> None:
+            sent.append(service.sync.send(f"{name}.invoices", number))
+            sent.extend(service.sync.send_many(f"{name}.invoices", [number + 1, number + 2]))
+
+        @consume(f"{name}.invoices")
+        async def bill(number: int) -> None:
+            got.append(number)
+
+        service = await serve(place, bill)
+        await service.send(f"{name}.orders", 1)
+        await self.until_threads(lambda: len(got) >= 3)
+        assert sorted(got) == [1, 2, 3]
+        assert len({item.message_id for item in sent}) == 3
+
+    async def test_what_a_synchronous_handler_sends_is_confirmed_when_the_call_returns(
+        self, serve: Serve, name: str
+    ) -> None:
+        counted: list[int] = []
+
+        @consume(name)
+        def place(number: int) -> None:
+            service.sync.send(f"{name}.invoices", number)
+            counted.append(service.metrics().messages_sent)
+
+        service = await serve(place)
+        await service.send(name, 1)
+        await self.until_threads(lambda: counted)
+        assert counted == [2]
+
+    async def test_a_send_that_a_synchronous_handler_does_not_await_fails_the_attempt(
+        self, serve: Serve, name: str
+    ) -> None:
+        attempts: list[int] = []
+
+        @consume(name)
+        def place(number: int) -> None:
+            attempts.append(number)
+            _ = service.send(f"{name}.invoices", number)
+
+        service = await serve(place, retry={"max_attempts": 2, "initial_delay": 0.05})
+        await service.send(name, 1)
+        (letter,) = await self.letters(service, name)
+        assert letter.error_type == "LifecycleError"
+        assert "service.sync.send(" in (letter.error or "")
+        assert letter.attempts == 2
+        assert attempts == [1, 1]
+        assert service.metrics().messages_sent == 1
 
     async def test_a_handler_sees_the_facts_of_its_message(
         self, serve: Serve, clock: Clock, name: str

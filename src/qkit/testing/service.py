@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, cast, overload
+from typing import Any, Self, TypeVar, Unpack, cast, overload
 
+from qkit._coroutines import returns_coroutine
 from qkit.backends.native import NativeBackend
 from qkit.channels import Channel
 from qkit.errors import QueueNotFound
@@ -117,30 +118,52 @@ class TestService:
     # -- doing -------------------------------------------------------------------------------
 
     @overload
-    async def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
-    @overload
-    async def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    async def send(
-        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """As ``QueueService.send``."""
-        return await self.service.send(cast("str", channel), body, **options)
-
-    @overload
-    async def publish(
+    def send(
         self, channel: Channel[T], body: T, **options: Unpack[SendOptions]
-    ) -> Sent: ...
+    ) -> Coroutine[Any, Any, Sent]: ...
     @overload
-    async def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    async def publish(
+    def send(
+        self, channel: str, body: object, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
+    @returns_coroutine
+    def send(
         self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """As ``QueueService.publish``."""
-        return await self.service.publish(cast("str", channel), body, **options)
+    ) -> Coroutine[Any, Any, Sent]:
+        """As ``QueueService.send``."""
+        return self.service.send(cast("str", channel), body, **options)
 
-    async def send_many(self, channel: str, bodies: Iterable[object]) -> list[Sent]:
+    @overload
+    def publish(
+        self, channel: Channel[T], body: T, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
+    @overload
+    def publish(
+        self, channel: str, body: object, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]: ...
+    @returns_coroutine
+    def publish(
+        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, Sent]:
+        """As ``QueueService.publish``."""
+        return self.service.publish(cast("str", channel), body, **options)
+
+    @overload
+    def send_many(
+        self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, list[Sent]]: ...
+    @overload
+    def send_many(
+        self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
+    ) -> Coroutine[Any, Any, list[Sent]]: ...
+    @returns_coroutine
+    def send_many(
+        self,
+        channel: Channel[T] | str,
+        bodies: Iterable[T] | Iterable[object],
+        **options: Unpack[SendOptions],
+    ) -> Coroutine[Any, Any, list[Sent]]:
         """As ``QueueService.send_many``."""
-        return await self.service.send_many(channel, bodies)
+        return self.service.send_many(cast("str", channel), bodies, **options)
 
     async def settle(self) -> None:
         """Let everything happen that can happen now; no time passes."""
