@@ -321,14 +321,14 @@ class RabbitMQBackend(Administration):
             await to_its_end(subscription.leave())  # what is held must go back
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
+        queue = group_queue(topic.name, spec.group)
         async with self._consuming.control() as channel:
             if topic.passive:
-                queue = group_queue(topic.name, spec.group)
                 await channel.queue_declare(queue, passive=True)
             else:
                 await channel.exchange_declare(topic.name, passive=True)
         if not topic.passive:
-            queue = await self._topology.declare_group(self._consuming, topic, spec.group)
+            await self._topology.declare_group(self._consuming, topic, spec.group)
         self._groups.setdefault(topic.name, set()).add(spec.group)
         return queue
 

@@ -173,6 +173,17 @@ async def test_messages_expire_in_the_broker_only_on_a_safe_way_to_the_dead_lett
     assert message.header.properties.expiration is not None
 
 
+async def test_a_time_to_live_beyond_the_brokers_range_is_left_to_the_header(
+    quorum: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    """RabbitMQ closes the connection of a client that sends one above 2**32 - 1 ms, 49 days."""
+    await declare(quorum, name)
+    for days in (49, 50, 20 * 365):
+        await quorum.publish(name, [Envelope("a", b"x", expires_at=time.time() + days * 86_400)])
+        message = await raw.basic_get(name, no_ack=True)
+        assert (message.header.properties.expiration is None) is (days > 49)
+
+
 @pytest.mark.parametrize("first", ["sender", "worker"])
 async def test_without_dead_letters_the_arguments_are_the_same(
     classic: RabbitMQBackend, quorum: RabbitMQBackend, name: str, first: str

@@ -59,6 +59,7 @@ JSON: Final = "application/json"
 USUAL_PRIORITY: Final = 5
 PERSISTENT: Final = 2
 SHORT: Final = 255  # bytes in AMQP's short strings
+LONGEST_EXPIRATION: Final = 2**32 - 1  # milliseconds; RabbitMQ closes the connection above it
 ORDINARY_NAME: Final = LONGEST_NAME // 4  # characters of a header's name that surely fit
 FRAME: Final = 131_072  # bytes in a frame, as RabbitMQ is set up by default
 
@@ -106,8 +107,9 @@ def encode(
         table[KEY] = envelope.key
     if envelope.expires_at is not None:
         table[EXPIRES] = _milliseconds(envelope.expires_at)
-        if expire:
-            properties.expiration = str(max(0, _milliseconds(envelope.expires_at - now)))
+        lifetime = max(0, _milliseconds(envelope.expires_at - now))
+        if expire and lifetime <= LONGEST_EXPIRATION:
+            properties.expiration = str(lifetime)
     if due is not None:
         table[DUE] = _milliseconds(due)
     if table:

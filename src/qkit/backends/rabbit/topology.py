@@ -115,13 +115,12 @@ class Topology:
         else:
             await self._declare_queue(link, spec.name, self.arguments(spec), spec)
 
-    async def declare_group(self, link: Link, spec: QueueSpec, group: str) -> str:
-        """Declare a group of a topic, which receives from now on; return its queue."""
+    async def declare_group(self, link: Link, spec: QueueSpec, group: str) -> None:
+        """Declare the queue of a topic's group, which receives from now on."""
         queue = group_queue(spec.name, group)
         await self._declare_queue(link, queue, self.arguments(spec), spec)
         async with link.control() as channel:
             await channel.queue_bind(queue, spec.name)
-        return queue
 
     def max_length(self, queue: str) -> int | None:
         """The limit that a dead-letter queue has on the broker, if this process declared it."""
