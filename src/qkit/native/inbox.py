@@ -27,6 +27,7 @@ from qkit.errors import ConfigError, LogDamaged, StorageError
 from qkit.message import check_name, new_id
 from qkit.native.disk import sync_path
 from qkit.native.encode import encode_declare, encode_publish
+from qkit.native.follow import not_shared
 from qkit.native.record import Declare, Publish, decode
 from qkit.native.segment import (
     CHUNK,
@@ -46,9 +47,12 @@ __all__ = [
     "abort",
     "bulks",
     "check_bulk",
+    "check_identity",
+    "check_job",
     "commit",
     "committing",
     "discard",
+    "identity",
     "parts",
     "publish",
     "queues_of",
@@ -56,6 +60,7 @@ __all__ = [
 ]
 
 _JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_ID: Final = "ID"  # the file of a directory's identity
 _BATCH: Final = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-[0-9]+")
 _NUMBER: Final = re.compile(r"([0-9]+)")
 _LOG_ID: Final = b"qkit-bulk-file\0\0"
@@ -252,9 +257,14 @@ def abort(path: str | os.PathLike[str], job: str) -> None:
 
 
 def _staged(path: str | os.PathLike[str], job: str) -> Path:
+    return Path(path) / "inbox" / f".{check_job(job)}"
+
+
+def check_job(job: str) -> str:
+    """Return the name of a job, or raise ``ConfigError`` if a file cannot have it."""
     if not _JOB.fullmatch(job):
         raise ConfigError(f"a job is named by 1–200 characters of A-Za-z0-9._-, not {job!r}")
-    return Path(path) / "inbox" / f".{job}"
+    return job
 
 
 def _own_directory(path: Path) -> None:
@@ -277,6 +287,45 @@ def _own_directory(path: Path) -> None:
         os.fchmod(fd, 0o700)
     finally:
         os.close(fd)
+
+
+# For writers on several machines
+
+
+def identity(path: str | os.PathLike[str]) -> str:
+    """Return the random text that tells this directory from others of its name; make it if needed.
+
+    The directory is made as well. Other processes compare it with ``check_identity``.
+    """
+    directory = Path(path)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while (known := _identity(directory)) is None:
+        temporary = directory / f"{_ID}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+            file.write(os.urandom(16).hex())
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):  # another process was faster
+            (directory / _ID).hardlink_to(temporary)
+        temporary.unlink()
+        sync_path(directory)
+    return known
+
+
+def check_identity(path: str | os.PathLike[str], known: str) -> None:
+    """Raise ``StorageError`` unless this is the directory whose ``identity`` is ``known``."""
+    if _identity(Path(path)) != known:
+        raise not_shared(path)
+
+
+def _identity(directory: Path) -> str | None:
+    try:
+        fd = os.open(directory / _ID, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd) as file:
+        return file.read()
 
 
 # For the engine
