@@ -415,5 +415,5 @@ def test_settings_come_from_a_file_and_options_win(tmp_path: Path) -> None:
     plan = plan_of({"channel": "orders", "config": str(file), "retry.jitter": "0.05"})
     assert plan.settings.retry.max_attempts == 7
     assert plan.settings.retry.jitter == 0.05
-    assert plan.settings.path == Path("data")
+    assert plan.settings.path == Path("data").resolve()
     assert isinstance(plan.settings, Settings)
