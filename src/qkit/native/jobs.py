@@ -83,7 +83,7 @@ def _is_published(path: Path, name: str, job_id: str, queues: set[str]) -> bool:
         except StorageError:
             if job_id in inbox.bulks(path):
                 raise
-            named = set()  # the engine has just imported and removed it
+            named = set[str]()  # the engine has just imported and removed it
         if named is None or named & queues:
             return True
     found = imported(path, {name, job_id})
