@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from qkit.spark.job import add_channel, count, options_of, parser, session, told
-from qkit.spark.options import plan_of
+from qkit.spark.options import absolute, plan_of
 
 EXAMPLE = (
     "spark-submit spark/archive.py --channel orders --config qkit.toml --output archive/orders "
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     chosen = options_of(given, stage=given.stage, max_rows=str(given.max_rows))
     with told():
-        plan_of(chosen)
+        chosen = absolute(chosen, plan_of(chosen))
         with session(f"archive {given.channel}") as spark:
             query = start(
                 spark,

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qkit.spark.job import add_channel, options_of, parser, session, told
-from qkit.spark.options import plan_of
+from qkit.spark.options import absolute, plan_of
 from qkit.spark.page import page
 from qkit.spark.report import report_of
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options.parse_args(arguments)
     chosen = options_of(given, dead_letters="true")
     with told():
-        plan_of(chosen)
+        chosen = absolute(chosen, plan_of(chosen))
         with session(f"report {given.channel}") as spark:
             letters = spark.read.format("qkit").options(**chosen).load()
             report = report_of(letters, given.channel, datetime.now(UTC))

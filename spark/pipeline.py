@@ -42,6 +42,7 @@ class Worker:
             [sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True
         )
         self.totals = {"handled": 0, "cents": 0, "retried": 0, "dead_lettered": 0}
+        self.ready = threading.Event()  # the channel exists
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -49,6 +50,7 @@ class Worker:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self.totals = json.loads(line)
+            self.ready.set()
 
     @property
     def settled(self) -> int:
@@ -114,7 +116,7 @@ def run(count: int, directory: Path, output: Path) -> list[str]:
         with session("qkit pipeline") as spark:
             with step("publish", count):
                 # The archive begins first: from here on the log is kept for it.
-                wait(lambda: (directory / "data" / "log").exists(), lambda: worker.settled)
+                wait(worker.ready.is_set, lambda: worker.settled)
                 query = start_archive(
                     spark,
                     {**options, "max_rows": "200000"},

@@ -62,6 +62,7 @@ async def main(path: str) -> None:
         Settings(type="native", path=path, retry={"initial_delay": 0.2, "max_delay": 1.0})
     )
     service.register(Events(totals))
+    await service.start()  # the first line says that the channel exists
     async with asyncio.TaskGroup() as group:
         telling = group.create_task(tell(totals, service), name="telling")
         await service.run()

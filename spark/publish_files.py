@@ -36,14 +36,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="a row that is not valid fails the job (the default), or is a dead letter",
     )
     options.add_argument(
-        "--job-id", metavar="NAME", help="on native: a job of this name is published once"
+        "--on-unheard",
+        choices=["fail", "warn"],
+        help="on Redis pub/sub, a message without a subscriber fails the job (the default), or is "
+        "counted",
+    )
+    options.add_argument(
+        "--job-id",
+        metavar="NAME",
+        help="on native: a job of this name is published once to this channel",
     )
     for name in METADATA:
         options.add_argument(f"--{name}", metavar="COLUMN", help=f"the column with the {name}")
     given = options.parse_args(arguments)
     columns = {name: getattr(given, name) for name in METADATA}
     chosen = options_of(
-        given, model=given.model, on_invalid=given.on_invalid, job_id=given.job_id, **columns
+        given,
+        model=given.model,
+        on_invalid=given.on_invalid,
+        on_unheard=given.on_unheard,
+        job_id=given.job_id,
+        **columns,
     )
     with told():
         plan = plan_of(chosen)
@@ -53,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             written = write(rows, settings=plan.settings, **own)
     number = "all rows as" if written.messages is None else written.messages
     print(f"{number} messages to {plan.channel}, {written.dead_letters} dead letters")
+    if written.skipped:
+        print(
+            f"{written.skipped} rows were not written: job {written.job} was published to "
+            f"{plan.channel} before"
+        )
+    if written.unheard:
+        print(f"{written.unheard} messages had no subscriber and are lost", file=sys.stderr)
 
 
 def load(spark: SparkSession, files: list[str], form: str, schema: str | None) -> DataFrame:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from qkit import Settings, SyncQueueService
 from qkit.spark.job import add_channel, count, options_of, parser, session, told
-from qkit.spark.options import plan_of
+from qkit.spark.options import absolute, plan_of
 
 EXAMPLE = (
     "spark-submit spark/replay.py --channel orders --config qkit.toml --error ConnectionError "
@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = options_of(given, dead_letters="true")
     with told():
         plan = plan_of(chosen)
+        chosen = absolute(chosen, plan)
         with session(f"replay {given.channel}") as spark:
             letters = spark.read.format("qkit").options(**chosen).load()
             if given.reason:

@@ -32,6 +32,7 @@ __all__ = [
     "Subscription",
     "SubscriptionSpec",
     "Support",
+    "UnheardReporting",
 ]
 
 
@@ -379,3 +380,11 @@ class DroppedLetterSource(Protocol):
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that was pushed out."""
         ...
+
+
+@runtime_checkable
+class UnheardReporting(Protocol):
+    """A backend that keeps no messages, and counts those that no subscriber received."""
+
+    unheard: int
+    """Messages that were published while nobody subscribed, since the backend was made."""

@@ -17,6 +17,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -284,6 +285,8 @@ class Settings(BaseSettings):
     tls_cert_file: Path | None = Field(default=None, description="the client's certificate, PEM")
     tls_key_file: Path | None = Field(default=None, description="its key, PEM")
 
+    _implicit_mode: bool = PrivateAttr(default=False)  # Redis, and nobody said which mode
+
     def __init__(
         self, _file: sources.File | None = None, /, **values: Unpack[SettingsValues]
     ) -> None:
@@ -318,6 +321,7 @@ class Settings(BaseSettings):
         # Raised out here: inside, pydantic's error with all its inputs would be the context.
         if problems:
             raise ConfigError(words.error(problems, "the settings", origins))
+        self._implicit_mode = implicit_mode
         if implicit_mode:
             _warn_of_mode(3 if _file is None else 4)
 
@@ -414,6 +418,19 @@ class Settings(BaseSettings):
                 return "redis-pubsub"
             return "redis-list" if self.reliable else "redis-list-unreliable"
         return self.type
+
+    def require_mode(self) -> None:
+        """Raise ``ConfigError`` for Redis settings without a ``mode``.
+
+        For commands and jobs that write: their messages would be published to subscribers that
+        may not exist, instead of a list that keeps them.
+        """
+        if self._implicit_mode:
+            raise ConfigError(
+                "type 'redis' needs an explicit mode here: mode='list' keeps each message until "
+                "one consumer has handled it, mode='pubsub' sends it to the subscribers of this "
+                "moment and keeps nothing"
+            )
 
     def broker_name(self, name: str) -> str:
         """What the broker calls a channel or dead-letter queue: the name after the prefix.

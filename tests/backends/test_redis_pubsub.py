@@ -167,6 +167,30 @@ async def test_a_message_that_nobody_hears_is_gone_and_no_error(redis_url: str, 
     assert got == [2]
 
 
+async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while(
+    backend: RedisPubSubBackend,
+    name: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="qkit"):
+        await backend.publish(name, [Envelope(str(at), b"1") for at in range(700)])
+        await backend.publish(name, [Envelope("700", b"1")])
+    assert backend.unheard == 701
+    [warned] = [record.getMessage() for record in caplog.records]
+    assert warned.startswith(f"{name}: ")
+    assert "no subscriber received them" in warned
+    async with backend.subscribe(spec(name)):
+        await backend.publish(name, [Envelope("701", b"1")])
+    assert backend.unheard == 701
+    monkeypatch.setattr("qkit.backends.redis_pubsub.LOG_INTERVAL_SECONDS", 0.0)
+    other = f"{name}-other"
+    with caplog.at_level(logging.WARNING, logger="qkit"):
+        for _ in range(2):
+            await backend.publish(other, [Envelope("a", b"1")])
+    assert len([record for record in caplog.records if other in record.getMessage()]) == 2
+
+
 async def test_a_replay_is_for_its_group_alone(backend: RedisPubSubBackend, name: str) -> None:
     async with (
         backend.subscribe(spec(name, group="one")) as one,

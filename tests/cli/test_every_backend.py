@@ -51,6 +51,28 @@ def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
     assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []
 
 
+@pytest.mark.broker
+def test_a_send_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
+    redis_url: str,
+) -> None:
+    runner = CliRunner()
+    name = f"orders-{uuid.uuid4().hex[:8]}"
+    redis = {"QKIT_TYPE": "redis", "QKIT_URL": redis_url}
+    with pytest.warns(DeprecationWarning, match="without a mode"):
+        result = runner.invoke(app, ["send", name, "1"], env=redis)
+    assert result.exit_code == 2, result.output
+    assert "mode='list'" in result.stderr
+    assert "mode='pubsub'" in result.stderr
+    redis["QKIT_MODE"] = "pubsub"
+    result = runner.invoke(app, ["send", name, "1"], env=redis)
+    assert result.exit_code == 1, result.output
+    assert "1 of 1 message had no subscriber and is lost" in result.stderr
+    result = runner.invoke(app, ["send", name, "--json"], input="1\n2\n", env=redis)
+    assert result.exit_code == 1, result.output
+    told = json.loads(result.stdout)
+    assert (told["sent"], told["unheard"]) == (2, 2)
+
+
 @pytest.mark.parametrize(
     ("kind", "url"),
     [

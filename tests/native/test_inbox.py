@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -155,3 +156,103 @@ async def test_an_engine_finds_bulk_files_by_itself(
         delivery = await engine.consume("orders", timeout=20)
         assert delivery is not None
         assert delivery.body in EXPECTED
+
+
+QUERY = "6f0c6b5e-9f0e-4a5a-8f5e-0a1b2c3d4e5f"  # as Spark names a query; batches are QUERY-0, …
+
+
+def batch_of(path: Path, number: int, *, query: str = QUERY, partitions: int = 2) -> None:
+    """Write one batch of a stream: each partition holds one message of each of three keys."""
+    for partition in range(partitions):
+        with BulkWriter(path, f"{query}-{number}", partition * 1_000) as writer:
+            for key in ("a", "b", "c"):
+                writer.put("orders", b"%d.%d" % (partition, number), key=key)
+
+
+async def order_of(engine: Engine) -> list[tuple[str | None, bytes]]:
+    return [(item.key, item.body) for item in await engine.peek("orders", 100_000)]
+
+
+async def test_200_batches_in_one_inbox_are_imported_in_their_order(tmp_path: Path) -> None:
+    for number in range(200):
+        batch_of(tmp_path, number)
+        assert commit(tmp_path, f"{QUERY}-{number}")
+    with VirtualClock() as clock:
+        async with await Engine.open(tmp_path, clock=clock) as engine:
+            assert await engine.take_inbox() == 200 * 2 * 3
+            found = await order_of(engine)
+    expected = [b"%d.%d" % (partition, number) for number in range(200) for partition in range(2)]
+    for key in ("a", "b", "c"):
+        assert [body for name, body in found if name == key] == expected
+    consumed = [body for name, body in found]
+    for partition in (b"0.", b"1."):
+        assert [body for body in consumed if body.startswith(partition)] == [
+            b"%s%d" % (partition, number) for number in range(200) for _ in range(3)
+        ]
+
+
+async def test_jobs_are_imported_in_the_order_of_their_commits(tmp_path: Path) -> None:
+    names = [
+        "z-10",
+        "a",
+        f"{QUERY}-9",
+        "z-9",
+        f"{QUERY}-10",
+        "m",
+        "load-2026-11-16",
+        "load-2026-11-15",
+    ]
+    for name in reversed(names):  # written in another order than they are committed
+        bulk(tmp_path, name, parts=1, count=1)
+    for name in names:
+        assert commit(tmp_path, name)
+    assert bulks(tmp_path) == names
+
+
+async def test_a_clock_that_goes_back_does_not_change_the_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([2_000_000_000 * 10**9, 1_000_000_000 * 10**9, 1_500_000_000 * 10**9])
+    monkeypatch.setattr("qkit.native.inbox.time_ns", lambda: next(times))
+    for name in ("c", "a", "b"):
+        bulk(tmp_path, name, parts=1, count=1)
+        commit(tmp_path, name)
+    assert bulks(tmp_path) == ["c", "a", "b"]
+
+
+async def test_files_of_an_older_version_are_imported_in_their_order(tmp_path: Path) -> None:
+    """It noted nothing at its commit: all there is are the names, and the times of the parts."""
+    other = QUERY.replace("6f", "a0")
+    for number in (0, 1, 10, 11, 2, 9):
+        for query, start in ((QUERY, 0), (other, 5)):
+            batch_of(tmp_path, number, query=query)
+            staged = tmp_path / "inbox" / f".{query}-{number}"
+            os.utime(staged, (1_700_000_000 + start + number,) * 2)
+            staged.rename(tmp_path / "inbox" / f"{query}-{number}")
+    by_time = [
+        (query, number)
+        for query, start in ((QUERY, 0), (other, 5))
+        for number in (0, 1, 2, 9, 10, 11)
+    ]
+    by_time.sort(key=lambda item: (item[1] + (0 if item[0] == QUERY else 5), item[0]))
+    assert bulks(tmp_path) == [f"{query}-{number}" for query, number in by_time]
+    for entry in (tmp_path / "inbox").iterdir():  # copied without their times
+        os.utime(entry, (1_800_000_000,) * 2)
+    found = bulks(tmp_path)
+    for query in (QUERY, other):
+        batches = [name for name in found if name.startswith(query)]
+        assert batches == [f"{query}-{number}" for number in (0, 1, 2, 9, 10, 11)]
+    os.utime(tmp_path / "inbox" / f"{QUERY}-9", (1_600_000_000,) * 2)  # times that contradict
+    batches = [name for name in bulks(tmp_path) if name.startswith(QUERY)]
+    assert batches == [f"{QUERY}-{number}" for number in (0, 1, 2, 9, 10, 11)]
+
+
+async def test_parts_are_imported_by_their_number(tmp_path: Path) -> None:
+    for part in (99_999_000, 100_000_000):
+        with BulkWriter(tmp_path, "load", part) as writer:
+            writer.put("orders", b"%d" % part)
+    commit(tmp_path, "load")
+    with VirtualClock() as clock:
+        async with await Engine.open(tmp_path, clock=clock) as engine:
+            assert await engine.take_inbox() == 2
+            assert [body for _, body in await order_of(engine)] == [b"99999000", b"100000000"]

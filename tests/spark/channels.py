@@ -10,6 +10,7 @@ from typing import Any
 from qkit import SyncQueueService
 from qkit.spark import stage
 from qkit.spark.options import plan_of
+from qkit.spark.stage import StageFile
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
@@ -20,7 +21,7 @@ def service_of(options: Mapping[str, str]) -> Iterator[SyncQueueService]:
         yield service
 
 
-def rows(files: list[list[str]]) -> list[dict[str, Any]]:
+def rows(files: list[list[StageFile]]) -> list[dict[str, Any]]:
     return [row for names in files for batch in stage.read(names) for row in batch.to_pylist()]
 
 

@@ -1,7 +1,8 @@
 """A driver whose executors are processes of their own: ``python -m tests.spark.on_a_cluster …``.
 
 Writes to native and to Redis, while a worker is killed once; reads back and streams, and prints
-what it found as JSON.
+what it found as JSON. So it does for a relative native path, which executors, who have working
+directories of their own, must not take for theirs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import json
 import sys
 
-from pyspark.sql import DataFrame
+import pytest
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.functions import lit
 
 from tests.spark.conftest import session
@@ -37,8 +39,22 @@ def main(native: dict[str, str], redis: dict[str, str], directory: str) -> dict[
         )
         query.awaitTermination()
         found[f"{name} streamed"] = counts(spark.read.parquet(f"{directory}/archive-{name}"))
+    found["relative read"] = relative(spark, {"type": "native", "path": "relative/data"})
     spark.stop()
     return found
+
+
+def relative(spark: SparkSession, options: dict[str, str]) -> list[int]:
+    """Write by a relative path; how many dead letters and messages there are then."""
+    frame = spark.range(0, 105, 1, 4).selectExpr("id", "double(if(id < 5, -1, 1)) as total")
+    frame.write.format("qkit").mode("append").options(
+        **options, channel="orders", model="tests.spark.models:Order", on_invalid="dead_letter"
+    ).save()
+    reader = spark.read.format("qkit").options(**options, channel="orders")
+    numbers = [reader.option("dead_letters", flag).load().count() for flag in ("true", "false")]
+    with pytest.raises(Exception, match="no channel 'nobody'"):
+        spark.read.format("qkit").options(**options, channel="nobody").load().count()
+    return numbers
 
 
 def counts(frame: DataFrame) -> list[int]:

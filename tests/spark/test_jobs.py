@@ -39,14 +39,14 @@ QUIET = {
 }
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], where: Path = ROOT) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYSPARK_PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
     }
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        command, cwd=where, env=environment, capture_output=True, text=True, check=False
     )
 
 
@@ -157,6 +157,14 @@ def test_files_are_published_archived_reported_and_replayed(
     )
     assert "90 messages to orders, 10 dead letters" in said
     page, counts = tmp_path / "report.html", tmp_path / "report.json"
+    archive = tmp_path / "archive"
+    said = submit(  # no engine has opened the directory yet
+        "archive",
+        *data,
+        *["--output", str(archive), "--checkpoint", str(tmp_path / "checkpoint")],
+        *["--by", "hour", "--once"],
+    )
+    assert "90 messages of orders archived" in said
     said = submit("dead_letter_report", *data, "--output", str(page), "--json", str(counts))
     assert "10 dead letters of orders" in said
     told = json.loads(counts.read_text())
@@ -164,7 +172,6 @@ def test_files_are_published_archived_reported_and_replayed(
     assert "Undecodable" in page.read_text()
     said = submit("replay", *data, "--where", "string(value) like '%\"id\":3,%'", "--rate", "1000")
     assert "1 dead letters of orders replayed" in said
-    archive = tmp_path / "archive"
     submit(
         "archive",
         *data,
@@ -227,7 +234,8 @@ def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
         [
             *[sys.executable, "-m", "tests.spark.on_a_cluster"],
             *[json.dumps(native), json.dumps(redis), str(tmp_path)],
-        ]
+        ],
+        tmp_path,
     )
     with SyncQueueService(plan_of(redis).settings) as service:
         service.delete(redis["channel"])
@@ -240,3 +248,5 @@ def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
         assert different == 1_000
         assert number >= 1_000, "at least once"
     assert list((tmp_path / "data" / "inbox").iterdir()) == [], "nothing is left of the killed one"
+    assert found["relative read"] == [5, 100]
+    assert (tmp_path / "relative" / "data" / "log").is_dir()

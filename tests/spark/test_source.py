@@ -89,7 +89,9 @@ def test_a_write_is_told_and_leaves_nothing_that_is_stale(
     writer = QkitDataSource({**native, "report": str(report)}).writer(ROWS, overwrite=False)
     done = writer.write(iter([batch(1, 2)]))
     writer.commit([done, None])
-    assert json.loads(report.read_text()) == {"job": done.job, "messages": 2, "dead_letters": 0}
+    assert json.loads(report.read_text()) == {
+        "job": done.job, "messages": 2, "dead_letters": 0, "skipped": 0, "unheard": 0,
+    }  # fmt: skip
     assert {item.name for item in inbox.iterdir()} == {".spark-new", done.job}
     report.unlink()
     writer.commit([None])

@@ -95,6 +95,8 @@ class TestStage:
                 while not over.wait(0.03):
                     service.send(options["channel"], 1)
 
+        with service_of(options) as service:
+            service.send(options["channel"], 1)
         sending = threading.Thread(target=trickle)
         source = Stage(plan_of({**options, "stage": str(tmp_path / "stage")}))
         start = source.initial()

@@ -99,6 +99,24 @@ def test_a_native_stream_watches_the_log_in_batches_and_goes_on_where_it_was(
         assert numbers(collected(spark, latest, tmp_path / "b")) == [31]
 
 
+def test_what_spark_has_just_published_is_archived_and_reported(
+    spark: SparkSession, native: dict[str, str], tmp_path: Path
+) -> None:
+    """No engine opens the directory in between."""
+    options = {"channel": "orders", **native}
+    with pytest.raises(Exception, match="no channel 'orders'"):
+        collected(spark, options, tmp_path / "early")
+    with pytest.raises(Exception, match="no channel 'orders'"):
+        spark.read.format("qkit").options(**options).load().count()
+    assert not Path(native["path"]).exists()
+    for first in (0, 100):
+        frame = spark.range(first, first + 100, 1, 2).selectExpr("string(id) as value")
+        frame.write.format("qkit").mode("append").options(**options).save()
+        found = numbers(collected(spark, options, tmp_path / "checkpoint"))
+        assert sorted(found) == list(range(first, first + 100))
+    assert spark.read.format("qkit").options(**options).load().count() == 200
+
+
 def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:

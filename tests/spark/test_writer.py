@@ -7,21 +7,25 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
+import redis
 from pyspark.sql.types import StructType
 
 from qkit import SyncQueueService
 from qkit.errors import (
     ConfigError,
     InvalidBody,
+    QueueError,
     QueueNotFound,
     StorageError,
 )
+from qkit.message import new_id
 from qkit.spark import native_log
 from qkit.spark.bodies import ids
 from qkit.spark.columns import Columns, columns_of
@@ -30,6 +34,14 @@ from qkit.spark.options import plan_of
 from qkit.spark.writing import BatchWriter, TaskDone
 from tests.spark.channels import BROKERS, service_of
 from tests.spark.conftest import ROOT
+
+
+@contextmanager
+def subscriber(url: str, channel: str) -> Iterator[None]:
+    with redis.from_url(url) as client, client.pubsub() as listening:
+        listening.subscribe(channel)
+        assert listening.get_message(timeout=10) is not None
+        yield
 
 
 class TestWriter:
@@ -86,6 +98,64 @@ class TestWriter:
             writer.commit([done, elsewhere])
         writer.abort([done, elsewhere])
         assert list((tmp_path / "inbox").iterdir()) == []
+
+    def test_a_job_counts_for_its_channel_and_reports_what_it_wrote(self, tmp_path: Path) -> None:
+        report = tmp_path / "report.json"
+
+        def write(channel: str, rows: int) -> tuple[int, int]:
+            options = {"channel": channel, "path": str(tmp_path / "data"), "job_id": "J"}
+            plan = plan_of({**options, "report": str(report)})
+            writer = BatchWriter(plan, Columns("row", ()))
+            batch = pa.RecordBatch.from_pylist([{"id": number} for number in range(rows)])
+            writer.commit([writer.write(iter([batch]))])
+            told = json.loads(report.read_text())
+            return told["messages"], told["skipped"]
+
+        assert write("a", 40) == (40, 0)
+        assert write("b", 40) == (40, 0)
+        assert write("a", 30) == (0, 30), "it waits in the inbox"
+        with service_of({"channel": "a", "path": str(tmp_path / "data")}) as service:
+            deadline = time.monotonic() + 30
+            while min(self.depth(service, "a"), self.depth(service, "b")) < 40:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            assert write("b", 30) == (0, 30), "it is in the log"
+        assert not list((tmp_path / "data" / "inbox").iterdir())
+
+    def test_a_job_id_that_cannot_be_is_refused_before_any_task_starts(
+        self, tmp_path: Path
+    ) -> None:
+        plan = plan_of({"channel": "a", "path": str(tmp_path / "data"), "job_id": "no/name"})
+        with pytest.raises(ConfigError, match="a job is named"):
+            BatchWriter(plan, Columns("row", ()))
+        assert not (tmp_path / "data").exists()
+
+    def test_messages_that_no_subscriber_received_fail_the_job_or_are_counted(
+        self, redis_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        report = tmp_path / "report.json"
+        options = {"channel": f"spark-{new_id()}", "type": "redis", "url": redis_url}
+        with (
+            pytest.warns(DeprecationWarning, match="without a mode"),
+            pytest.raises(ConfigError, match="explicit mode"),
+        ):
+            plan_of(options)
+        options |= {"mode": "pubsub", "report": str(report)}
+
+        def write(**more: str) -> int:
+            writer = BatchWriter(plan_of({**options, **more}), Columns("row", ()))
+            batch = pa.RecordBatch.from_pylist([{"id": number} for number in range(700)])
+            writer.commit([writer.write(iter([batch])), None])
+            told = json.loads(report.read_text())
+            assert told["messages"] == 700
+            return int(told["unheard"])
+
+        with pytest.raises(QueueError, match="700 of 700 messages had no subscriber and are lost"):
+            write()
+        assert write(on_unheard="warn") == 700
+        assert "700 of 700 messages had no subscriber" in caplog.text
+        with subscriber(redis_url, options["channel"]):
+            assert write() == 0
 
     @pytest.mark.parametrize(("kind", "body"), [("text", None), ("struct", None), ("bytes", None)])
     def test_a_message_needs_a_body(self, kind: Any, body: object, tmp_path: Path) -> None:

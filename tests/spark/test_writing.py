@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +15,12 @@ from pyspark.errors import AnalysisException, StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+import qkit.spark
 from qkit import DeadLetter, Settings, SyncQueueService
 from qkit.errors import ConfigError, InvalidName
 from qkit.message import Envelope, new_id
 from qkit.native import Engine
+from qkit.native.inbox import bulks
 from qkit.spark.bodies import ids
 from qkit.spark.options import plan_of
 from tests.spark.channels import service_of
@@ -203,6 +206,69 @@ def test_a_job_id_counts_once_also_after_an_aborted_run(
     assert len(found) == 500
 
 
+def test_a_job_id_counts_for_each_channel_and_counts_are_of_what_was_written(
+    spark: SparkSession, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.mkdir()
+    monkeypatch.chdir(directory.parent)
+    settings = Settings(type="native", path=Path(directory.name))  # relative, to where we are now
+    frame = spark.range(0, 4_000, 1, 2)
+    for channel in ("a", "b"):
+        written = qkit.spark.write(frame, channel, settings, job_id="J")
+        assert (written.messages, written.skipped, written.job) == (4_000, 0, "J")
+    again = qkit.spark.write(frame, "b", settings, job_id="J")
+    assert (again.messages, again.dead_letters, again.skipped) == (0, 0, 4_000)
+    assert [len(found) for found in look(directory, "a", "b")] == [4_000, 4_000]
+    again = qkit.spark.write(frame.limit(5), "a", settings, job_id="J")
+    assert (again.messages, again.skipped) == (0, 5)
+
+
+def test_redis_needs_a_mode_and_a_subscriber(spark: SparkSession, redis_url: str) -> None:
+    with pytest.warns(DeprecationWarning, match="without a mode"):
+        settings = Settings(type="redis", url=redis_url)
+    with pytest.raises(ConfigError, match="explicit mode"):
+        qkit.spark.write(spark.range(3), "orders", settings)
+    options = {"channel": f"spark-{new_id()}", "type": "redis", "url": redis_url}
+    with pytest.raises(AnalysisException, match="explicit mode"):
+        save(spark.range(3), **options)
+    with pytest.raises(Exception, match="3 of 3 messages had no subscriber and are lost"):
+        save(spark.range(3), **options, mode="pubsub")
+    settings = Settings(type="redis", mode="pubsub", url=redis_url)
+    written = qkit.spark.write(spark.range(3), options["channel"], settings, on_unheard="warn")
+    assert (written.messages, written.unheard) == (3, 3)
+
+
+def test_a_stream_of_12_batches_keeps_the_order_of_each_key_and_partition(
+    spark: SparkSession, directory: Path, native: dict[str, str], tmp_path: Path
+) -> None:
+    source = tmp_path / "in"
+    for number in range(12):
+        rows = [{"id": number * 10 + at, "who": f"k{at % 3}"} for at in range(10)]
+        file = source / f"{number:02}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(file, (1_700_000_000 + number,) * 2)  # Spark takes the oldest first
+    stream = spark.readStream.schema("id long, who string").option("maxFilesPerTrigger", 1)
+    query = (
+        stream.json(str(source))
+        .writeStream.format("qkit")
+        .options(channel="orders", key="who", **native)
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(600)
+    waiting = staged(directory)
+    assert len(waiting) == 12
+    assert waiting != bulks(directory), "by name 10 comes before 2"
+    [found] = look(directory, "orders")
+    assert [json.loads(item.body)["id"] for item in found] == list(range(120))
+    for key in ("k0", "k1", "k2"):
+        numbers = [json.loads(item.body)["id"] for item in found if item.key == key]
+        assert numbers == sorted(numbers)
+        assert len(numbers) in (36, 48)
+
+
 def test_a_retried_task_on_a_broker_loses_nothing_and_repeats_its_ids(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -349,5 +415,5 @@ def test_settings_come_from_a_file_and_options_win(tmp_path: Path) -> None:
     plan = plan_of({"channel": "orders", "config": str(file), "retry.jitter": "0.05"})
     assert plan.settings.retry.max_attempts == 7
     assert plan.settings.retry.jitter == 0.05
-    assert plan.settings.path == Path("data")
+    assert plan.settings.path == Path("data").resolve()
     assert isinstance(plan.settings, Settings)

@@ -1,6 +1,6 @@
 # What qkit.spark uses of pyarrow, for pyright: the library ships no types.
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from pyarrow import ipc as ipc
@@ -12,6 +12,8 @@ class Field:
     type: DataType
 
 class Schema:
+    metadata: dict[bytes, bytes] | None
+    def with_metadata(self, metadata: Mapping[str, str]) -> Schema: ...
     def __iter__(self) -> Iterator[Field]: ...
 
 class Array:
@@ -23,6 +25,7 @@ class RecordBatch:
     schema: Schema
     num_rows: int
     def column(self, name: str | int) -> Array: ...
+    def replace_schema_metadata(self, metadata: Mapping[bytes, bytes] | None) -> Self: ...
     def to_pylist(self, *, maps_as_pydicts: str | None = None) -> list[dict[str, Any]]: ...
     @classmethod
     def from_arrays(cls, arrays: Sequence[Array], *, schema: Schema) -> Self: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final
 
 from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
 from qkit.backends.redis import frame
@@ -12,15 +13,20 @@ from qkit.backends.redis.connection import Address
 from qkit.backends.redis.failures import BACKEND, translated
 from qkit.backends.redis.listening import Listening
 from qkit.backends.redis_list import RedisListBackend
-from qkit.clock import Clock
+from qkit.clock import Clock, SystemClock
+from qkit.logs import logger
 from qkit.matrix import MATRIX
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["RedisPubSubBackend"]
 
+LOG_INTERVAL_SECONDS: Final = 60.0  # between two warnings about one channel without subscribers
+
 
 class RedisPubSubBackend:
     """``PUBLISH`` and ``SUBSCRIBE``: a message that nobody hears is gone, which is no error.
+
+    Such messages are counted in ``unheard`` and logged.
 
     A topic (``QueueSpec.broadcast``) is a channel of Redis, and nothing of it is on the server. A
     queue is a list without leases: the dead letters are kept there, and so can be listed and sent
@@ -40,6 +46,9 @@ class RedisPubSubBackend:
         *,
         clock: Clock | None = None,
     ) -> None:
+        self.unheard = 0
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._log_again: dict[str, float] = {}  # when to log again of a channel without subscribers
         self._lists = RedisListBackend(address, clock=clock, reliable=False)
         self._link = self._lists.link
         self._queues: set[str] = set()
@@ -65,10 +74,26 @@ class RedisPubSubBackend:
             return await self._lists.publish(queue, envelopes)
         with translated("publish", queue):
             for batch in frame.batches(envelopes):
-                await self._link.commands(
+                receivers: list[int] = await self._link.commands(
                     [("PUBLISH", queue, frame.encode(envelope)) for envelope in batch]
                 )
+                if 0 in receivers:
+                    self._not_heard(queue, receivers.count(0))
         return [Sent(envelope.id) for envelope in envelopes]
+
+    def _not_heard(self, queue: str, count: int) -> None:
+        """Count messages that no subscriber received; log it once a minute for each channel."""
+        self.unheard += count
+        now = self._clock.monotonic()
+        if now >= self._log_again.get(queue, now):
+            self._log_again[queue] = now + LOG_INTERVAL_SECONDS
+            logger.warning(
+                "%s: %d messages were published and no subscriber received them: pub/sub keeps "
+                "nothing, they are lost",
+                queue,
+                count,
+                extra={"queue": queue},
+            )
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
         """Listen to a topic, or consume a queue."""

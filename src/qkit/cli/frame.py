@@ -15,10 +15,13 @@ from typing import Annotated, Literal, ParamSpec, TypeVar
 import typer
 from rich.text import Text
 
+from qkit.backend import Backend
 from qkit.cli.terminal import err, print_json, safe
+from qkit.clock import SystemClock
 from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
 from qkit.logs import logger
+from qkit.opening import open_backend
 from qkit.service import QueueService
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "find_settings",
     "run",
     "service",
+    "service_on",
 ]
 
 P = ParamSpec("P")
@@ -136,6 +140,15 @@ async def service(
     Unless it ``declares``, queues are used as they are: how often one is tried, or how many it
     holds, is for the program that consumes it to say.
     """
+    async with service_on(config, declares=declares) as (running, _):
+        yield running
+
+
+@asynccontextmanager
+async def service_on(
+    config: Path | None, *, declares: bool = False
+) -> AsyncGenerator[tuple[QueueService, Backend], None]:
+    """The same, with the backend of the service."""
     settings = find_settings(config) if declares else _modest(config)
     if settings.type == "native" and settings.path is None:
         raise ConfigError(
@@ -146,8 +159,9 @@ async def service(
     # What a person should hear of comes as an error; a log beside a table only confuses.
     for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    async with QueueService(settings) as running:
-        yield running
+    backend = open_backend(settings, SystemClock())
+    async with QueueService(settings, backend=backend) as running:
+        yield running, backend
 
 
 def confirmed(question: str, yes: bool) -> bool:

@@ -17,8 +17,23 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
-from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
-from qkit.cli.frame import AsJson, Config, command, find_settings, run, service
+from qkit.backend import (
+    Backend,
+    Delivery,
+    Subscription,
+    SubscriptionSpec,
+    UnheardReporting,
+)
+from qkit.cli.frame import (
+    FAILED,
+    AsJson,
+    Config,
+    command,
+    find_settings,
+    run,
+    service,
+    service_on,
+)
 from qkit.cli.terminal import (
     ago,
     block,
@@ -99,15 +114,24 @@ def send(
         bodies, total = [_parsed(file.read_text(), str(file))], 1
     else:
         bodies, total = _lines(lines)
-    ids, remark = run(_send(queue, bodies, total, options, broadcast, config))
+    find_settings(config).require_mode()
+    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
     if remark:
         tell(remark, "yellow")
     if as_json:
-        print_json({"sent": len(ids), "message_ids": ids})
+        told: dict[str, object] = {"sent": len(ids), "message_ids": ids}
+        print_json({**told, "unheard": unheard} if unheard else told)
     elif len(ids) == 1:
         out.print(Text(ids[0]))
     else:
         tell(f"{count(len(ids), 'message')} sent to {queue}.", "green")
+    if unheard:
+        tell(
+            f"{unheard} of {count(len(ids), 'message')} had no subscriber and "
+            f"{'is' if unheard == 1 else 'are'} lost: Redis pub/sub keeps nothing.",
+            "red",
+        )
+        raise typer.Exit(FAILED)
 
 
 async def _send(
@@ -117,8 +141,8 @@ async def _send(
     options: SendOptions,
     broadcast: bool,
     config: Path | None,
-) -> tuple[list[str], str]:
-    """The ids of what was sent, and what its sender should know of the queue."""
+) -> tuple[list[str], int, str]:
+    """The ids of what was sent, how many had no subscriber, and a remark about the queue."""
     ids: list[str] = []
     declares, remark = await _is_new(queue, config)
     bar = Progress(
@@ -126,7 +150,7 @@ async def _send(
         TaskProgressColumn(show_speed=True), console=err, transient=True,
         disable=total == 1 or not err.is_terminal,
     )  # fmt: skip
-    async with service(config, declares=declares) as running:
+    async with service_on(config, declares=declares) as (running, backend):
         with bar:
             task = bar.add_task("sending", total=total)
             try:
@@ -137,7 +161,8 @@ async def _send(
                 if ids or total != 1:
                     tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
                 raise
-    return ids, remark
+    unheard = backend.unheard if isinstance(backend, UnheardReporting) else 0
+    return ids, unheard, remark
 
 
 async def _is_new(queue: str, config: Path | None) -> tuple[bool, str]:

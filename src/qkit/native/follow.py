@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right, insort
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Final, NamedTuple
 
 from qkit.errors import StorageError
+from qkit.native.readers import exchanging
 from qkit.native.record import (
     BULK,
     BURY,
     DECLARE,
+    DELETE,
     FANOUT,
     INBOX,
     ONE_SEQ,
@@ -29,6 +32,7 @@ from qkit.native.record import (
     WHOSE_AT,
     Bury,
     Declare,
+    Delete,
     Fanout,
     Inbox,
     Publish,
@@ -46,7 +50,18 @@ from qkit.native.segment import (
     read_header,
 )
 
-__all__ = ["Chosen", "Follower", "Piece", "Place", "read_piece"]
+__all__ = [
+    "Chosen",
+    "Follower",
+    "Imported",
+    "Piece",
+    "Place",
+    "channels",
+    "imported",
+    "log_id",
+    "not_shared",
+    "read_piece",
+]
 
 WINDOW: Final = 4 << 20  # bytes read at once
 PIECE: Final = 4 << 20  # bytes of the log after which a batch is cut for another task
@@ -64,6 +79,7 @@ class Place(NamedTuple):
 class Piece(NamedTuple):
     """A part of one segment, for one task to read: what it needs to know goes with it."""
 
+    log: bytes  # the log's id
     segment: int
     generation: int
     start: int
@@ -109,7 +125,7 @@ class Follower:
         Raises ``StorageError`` if ``start`` is no place of this log any more.
         """
         found = _Found(start, set(queues))
-        numbers = [number for number in self._segments() if number >= start.segment]
+        numbers = [number for number in _segments(self._log) if number >= start.segment]
         if stop is not None:
             numbers = [number for number in numbers if number <= stop.segment]
         if start.segment and numbers[:1] != [start.segment]:
@@ -168,13 +184,6 @@ class Follower:
         found.end = Place(segment.header.number, place)
         return going
 
-    def _segments(self) -> list[int]:
-        try:
-            names = [file.name for file in self._log.iterdir()]
-        except FileNotFoundError:
-            return []
-        return sorted(number for number, live in filter(None, map(number_of, names)) if live)
-
     def _range_of(self, seq: int) -> Range | None:
         """The bulk file, taken in whole, that brought a message; looks further if need be."""
         if not self._bulks or seq > self._bulks[-1][1]:
@@ -190,7 +199,7 @@ class Follower:
 
     def _look_ahead(self) -> None:
         """Find out which bulk files are complete, from where this was found out before."""
-        for number in self._segments():
+        for number in _segments(self._log):
             if number < self._looked.segment:
                 continue
             begin = self._looked.offset if number == self._looked.segment else HEADER_SIZE
@@ -214,9 +223,9 @@ class _Found:
         self.pieces: list[Piece] = []
 
     def add(self, segment: _Segment, start: int, end: int, bulks: set[Range]) -> None:
-        number, generation, _ = segment.header
+        number, generation, log = segment.header
         queues = tuple(sorted(self.queues))
-        self.pieces.append(Piece(number, generation, start, end, queues, tuple(sorted(bulks))))
+        self.pieces.append(Piece(log, number, generation, start, end, queues, tuple(sorted(bulks))))
 
 
 class _Segment:
@@ -264,9 +273,12 @@ def _opened(log: Path, number: int) -> Generator[_Segment]:
 def read_piece(path: str | os.PathLike[str], piece: Piece) -> Iterator[Publish]:
     """The messages of a piece, in their order.
 
-    Raises ``StorageError`` if the segment was rewritten since, and ``LogDamaged``.
+    Raises ``StorageError`` if the segment was rewritten since, or this is another directory than
+    the one in which the piece was chosen, and ``LogDamaged``.
     """
     queues, place = set(piece.queues), piece.start
+    if log_id(path) != piece.log:
+        raise not_shared(path)
     with _opened(Path(path) / "log", piece.segment) as segment:
         if segment.header.generation != piece.generation:
             raise _gone(piece.segment)
@@ -286,6 +298,88 @@ def read_piece(path: str | os.PathLike[str], piece: Piece) -> Iterator[Publish]:
                 yield record.letter
     if place != piece.end:
         raise damaged(f"segment {piece.segment} cannot be read at {place}")
+
+
+class Imported(NamedTuple):
+    """What the log tells of a bulk file that was imported."""
+
+    messages: int
+    queues: set[str]  # of those of its messages that are still in the log
+
+
+def imported(path: str | os.PathLike[str], jobs: Collection[str]) -> dict[str, Imported]:
+    """Return those of the bulk files that the log says were imported. Reads the whole log."""
+    log = Path(path) / "log"
+    ranges: dict[str, Range] = {}
+    names: dict[int, str] = {}
+    with exchanging(Path(path)):
+        for content in _contents(log, (DECLARE, INBOX)):
+            record = decode(content)
+            if isinstance(record, Declare):
+                names[record.queue] = record.name
+            elif isinstance(record, Inbox) and record.name in jobs:
+                ranges[record.name] = record.first, record.last
+        found = {
+            job: Imported(max(0, last - first + 1), set()) for job, (first, last) in ranges.items()
+        }
+        if not any(job.messages for job in found.values()):
+            return found
+        for content in _contents(log, (PUBLISH, FANOUT)):
+            whose = _message_of(content, content[0])
+            assert whose is not None
+            for job, (first, last) in ranges.items():
+                if first <= whose[1] <= last and whose[0] in names:
+                    found[job].queues.add(names[whose[0]])
+    return found
+
+
+def channels(path: str | os.PathLike[str]) -> set[str]:
+    """Return the names of the queues and topics that the log tells of. Reads the whole log."""
+    names: dict[int, str] = {}
+    with exchanging(Path(path)):
+        for content in _contents(Path(path) / "log", (DECLARE, DELETE)):
+            record = decode(content)
+            if isinstance(record, Declare):
+                names[record.queue] = record.name
+            elif isinstance(record, Delete):
+                names.pop(record.queue, None)
+    return set(names.values())
+
+
+def log_id(path: str | os.PathLike[str]) -> bytes | None:
+    """Return the random id of a directory's log; ``None`` if there is no log."""
+    log = Path(path) / "log"
+    with exchanging(Path(path)):
+        for number in _segments(log):
+            with _opened(log, number) as segment:
+                return segment.header.log_id
+    return None
+
+
+def _contents(log: Path, kinds: Collection[int]) -> Iterator[bytes]:
+    for number in _segments(log):
+        with _opened(log, number) as segment:
+            for _, _, content in segment.records(HEADER_SIZE):
+                if content[0] in kinds:
+                    yield content
+
+
+def _segments(log: Path) -> list[int]:
+    try:
+        names = [file.name for file in log.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(number for number, live in filter(None, map(number_of, names)) if live)
+
+
+def not_shared(path: str | os.PathLike[str]) -> StorageError:
+    """Return the error of a process that sees another directory than the Spark driver."""
+    return StorageError(
+        f"{path} on {gethostname()} is not the directory that the driver sees: the directory must "
+        "be on a file system that all executors share, under the same path",
+        backend="native",
+        operation="open",
+    )
 
 
 def _message_of(content: bytes, kind: int) -> tuple[int, int, bool] | None:

@@ -5,22 +5,29 @@
 
 A part is a sealed segment: declarations of the queues it names, then messages. The engine takes
 each job in exactly once, all of it or nothing; a job of the same name is never taken again.
+
+Jobs are imported in the order of their commits, which is the order of the modification times of
+their directories: ``commit`` sets them. The batches of one Spark query are imported by their
+numbers, whatever the times say: an older version noted no time at the commit.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import time_ns
 from typing import Final, NamedTuple, Self
 
 from qkit.errors import ConfigError, LogDamaged, StorageError
 from qkit.message import check_name, new_id
 from qkit.native.disk import sync_path
 from qkit.native.encode import encode_declare, encode_publish
+from qkit.native.follow import not_shared
 from qkit.native.record import Declare, Publish, decode
 from qkit.native.segment import (
     CHUNK,
@@ -40,13 +47,22 @@ __all__ = [
     "abort",
     "bulks",
     "check_bulk",
+    "check_identity",
+    "check_job",
     "commit",
+    "committing",
     "discard",
+    "identity",
     "parts",
+    "publish",
+    "queues_of",
     "read_bulk",
 ]
 
 _JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_ID: Final = "ID"  # the file of a directory's identity
+_BATCH: Final = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-[0-9]+")
+_NUMBER: Final = re.compile(r"([0-9]+)")
 _LOG_ID: Final = b"qkit-bulk-file\0\0"
 
 
@@ -189,6 +205,32 @@ def commit(
     ``name``, where each run of a job writes in a place of its own and only one run shall count.
     Again, also after the engine took it in, it is no error.
     """
+    _staged(path, name or job)  # refuses a name that is none
+    if not _staged(path, job).exists():
+        return False
+    with committing(path):
+        return publish(path, job, parts=parts, name=name)
+
+
+@contextmanager
+def committing(path: str | os.PathLike[str]) -> Generator[None]:
+    """Hold the lock of the inbox: commits follow one another while this lasts."""
+    fd = os.open(Path(path) / "inbox", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def publish(
+    path: str | os.PathLike[str],
+    job: str,
+    *,
+    parts: Collection[int] | None = None,
+    name: str | None = None,
+) -> bool:
+    """Do what ``commit`` does, for a caller that is ``committing``."""
     staged, published = _staged(path, job), _staged(path, name or job).with_name(name or job)
     if not staged.exists():
         return False
@@ -200,6 +242,10 @@ def commit(
     if published.exists():
         shutil.rmtree(staged)
         return False
+    # Later than every job that waits, also when the clock went back.
+    at = max(time_ns(), 1 + max(_committed(staged.parent).values(), default=0))
+    os.utime(staged, ns=(at, at))
+    sync_path(staged)
     staged.rename(published)
     sync_path(published.parent)
     return True
@@ -211,9 +257,14 @@ def abort(path: str | os.PathLike[str], job: str) -> None:
 
 
 def _staged(path: str | os.PathLike[str], job: str) -> Path:
+    return Path(path) / "inbox" / f".{check_job(job)}"
+
+
+def check_job(job: str) -> str:
+    """Return the name of a job, or raise ``ConfigError`` if a file cannot have it."""
     if not _JOB.fullmatch(job):
         raise ConfigError(f"a job is named by 1–200 characters of A-Za-z0-9._-, not {job!r}")
-    return Path(path) / "inbox" / f".{job}"
+    return job
 
 
 def _own_directory(path: Path) -> None:
@@ -238,44 +289,113 @@ def _own_directory(path: Path) -> None:
         os.close(fd)
 
 
+# For writers on several machines
+
+
+def identity(path: str | os.PathLike[str]) -> str:
+    """Return the random text that tells this directory from others of its name; make it if needed.
+
+    The directory is made as well. Other processes compare it with ``check_identity``.
+    """
+    directory = Path(path)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while (known := _identity(directory)) is None:
+        temporary = directory / f"{_ID}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+            file.write(os.urandom(16).hex())
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):  # another process was faster
+            (directory / _ID).hardlink_to(temporary)
+        temporary.unlink()
+        sync_path(directory)
+    return known
+
+
+def check_identity(path: str | os.PathLike[str], known: str) -> None:
+    """Raise ``StorageError`` unless this is the directory whose ``identity`` is ``known``."""
+    if _identity(Path(path)) != known:
+        raise not_shared(path)
+
+
+def _identity(directory: Path) -> str | None:
+    try:
+        fd = os.open(directory / _ID, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd) as file:
+        return file.read()
+
+
 # For the engine
 
 
 def bulks(path: Path) -> list[str]:
-    """The jobs that were published and not removed yet."""
+    """The jobs that were published and not removed yet, in the order of their commits."""
     inbox = path / "inbox"
     if inbox.is_symlink() or not inbox.is_dir():
         return []
-    return sorted(
-        entry.name
-        for entry in inbox.iterdir()
-        if _JOB.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-    )
+    committed = _committed(inbox)
+    latest: dict[str, int] = {}  # of each query, so far: no batch is before an earlier one
+    order: dict[str, tuple[int, list[str | int]]] = {}
+    for name in sorted(committed, key=_by_number):
+        batch = _BATCH.fullmatch(name)
+        query = batch[1] if batch else name
+        at = latest[query] = max(committed[name], latest.get(query, 0))
+        order[name] = at, _by_number(name)
+    return sorted(order, key=order.__getitem__)
+
+
+def _committed(inbox: Path) -> dict[str, int]:
+    """The published jobs, each with the time of its commit in nanoseconds."""
+    found: dict[str, int] = {}
+    for entry in inbox.iterdir():
+        if _JOB.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink():
+            with suppress(FileNotFoundError):  # the engine has just removed it
+                found[entry.name] = entry.stat().st_mtime_ns
+    return found
+
+
+def _by_number(name: str) -> list[str | int]:
+    """A key that sorts numbers in a name by their value: text and numbers alternate."""
+    return [int(part) if at % 2 else part for at, part in enumerate(_NUMBER.split(name))]
+
+
+def _parts(path: str | os.PathLike[str], job: str) -> list[Path]:
+    """The parts of a published job by their numbers."""
+    files = (Path(path) / "inbox" / job).glob("*.seg")
+    return sorted(files, key=lambda file: _by_number(file.name))
 
 
 def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[Bulk]:
     """The messages of a published job. Raises ``LogDamaged`` if a part is not whole."""
-    for part in sorted((Path(path) / "inbox" / job).glob("*.seg")):
+    for part in _parts(path, job):
         yield from _read_part(part)
 
 
 def check_bulk(path: Path, job: str) -> None:
     """Raise what reading a job would raise, before anything of it is taken in."""
-    for part in sorted((path / "inbox" / job).glob("*.seg")):
+    for part in _parts(path, job):
         _whole(part)
 
 
+def queues_of(path: Path, job: str) -> set[str] | None:
+    """The queues that a published job names, also one that is not whole; ``None``: unknown."""
+    names: set[str] = set()
+    for part in _parts(path, job):
+        data, found = _scanned(part)
+        if found is None:
+            return None
+        for offset in found.offsets:
+            record = decode(_content(data, offset))
+            if isinstance(record, Declare):
+                names.add(record.name)
+    return names
+
+
 def _whole(part: Path) -> tuple[bytes, Scan]:
-    try:
-        fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError(
-            f"{part.name} cannot be read: {error}", backend="native", operation="inbox", cause=error
-        ) from error
-    with os.fdopen(fd, "rb") as file:
-        data = file.read()
-    header = read_header(data, int(part.stem))[0] if part.stem.isdigit() else None
-    found = None if header is None else scan(data, header.salt)
+    data, found = _scanned(part)
     if found is None or found.holes or found.torn or not found.sealed:
         raise LogDamaged(
             f"the bulk file {part.parent.name}/{part.name} is not whole: write it again",
@@ -285,12 +405,29 @@ def _whole(part: Path) -> tuple[bytes, Scan]:
     return data, found
 
 
+def _scanned(part: Path) -> tuple[bytes, Scan | None]:
+    try:
+        fd = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(
+            f"{part.name} cannot be read: {error}", backend="native", operation="inbox", cause=error
+        ) from error
+    with os.fdopen(fd, "rb") as file:
+        data = file.read()
+    header = read_header(data, int(part.stem))[0] if part.stem.isdigit() else None
+    return data, None if header is None else scan(data, header.salt)
+
+
+def _content(data: bytes, offset: int) -> bytes:
+    length = int.from_bytes(data[offset : offset + 4], "little")
+    return data[offset + FRAME_SIZE : offset + FRAME_SIZE + length]
+
+
 def _read_part(part: Path) -> Iterator[Bulk]:
     data, found = _whole(part)
     queues: dict[int, Declare] = {}
     for offset in found.offsets:
-        length = int.from_bytes(data[offset : offset + 4], "little")
-        content = data[offset + FRAME_SIZE : offset + FRAME_SIZE + length]
+        content = _content(data, offset)
         record = decode(content)
         if isinstance(record, Declare):
             queues[record.queue] = record

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from qkit.backend import Log
 from qkit.clock import SystemClock
-from qkit.errors import StorageError
+from qkit.errors import QueueNotFound, StorageError
 from qkit.message import Envelope
 from qkit.opening import open_backend
 from qkit.spark import rows
+from qkit.spark.existing import exists
 from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan
-from qkit.spark.outlet import Outlet
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +43,6 @@ class BrokerLog:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._loop: LoopThread | None = None
-        self._declared = False
         self._last: Offsets | None = None  # for who asks for what is there now, and no more
 
     def initial(self) -> dict[str, Any]:
@@ -112,15 +111,15 @@ class BrokerLog:
         return self._loop.call(self._ask())
 
     async def _ask(self) -> dict[int, tuple[int, int]]:
-        if not self._declared:
-            outlet = Outlet(self._plan.settings)
-            await outlet.declare(outlet.route(self._plan.name, broadcast=self._plan.broadcast))
-            self._declared = True
         backend = _opened(self._plan)
         await backend.start()
         try:
             assert isinstance(backend, Log)
             return await backend.bounds(self._plan.queue)
+        except QueueNotFound:
+            if await exists(backend, self._plan):
+                raise
+            return {}  # no dead letter yet: the partitions are found when they are there
         finally:
             await backend.aclose()
 

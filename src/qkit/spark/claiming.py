@@ -13,6 +13,7 @@ from qkit.errors import BackendUnavailable, QueueError
 from qkit.logs import logger
 from qkit.message import Envelope, new_id
 from qkit.opening import open_backend
+from qkit.spark.existing import exists, start_for_reading
 from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.outlet import Outlet
@@ -58,10 +59,13 @@ class Claiming:
 
     async def _depth(self) -> int:
         backend = open_backend(self._plan.settings, SystemClock())
-        await backend.start()
         try:
-            if isinstance(backend, Admin) and backend.capabilities.depth:
-                await self._declare()
+            await start_for_reading(backend, self._plan)
+            if not await exists(backend, self._plan):
+                return 0
+            # The depth of a topic is not that of the group, which may not even exist yet.
+            topic = self._plan.broadcast and not self._plan.dead_letters
+            if isinstance(backend, Admin) and backend.capabilities.depth and not topic:
                 return (await backend.stats(self._plan.queue)).depth
         finally:
             await backend.aclose()
@@ -70,6 +74,8 @@ class Claiming:
     async def _take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
         try:
             subscription = await self._subscribed()
+            if subscription is None:
+                return 0
             deliveries = await self._receive(subscription, min(limit, PREFETCH))
             if not deliveries:
                 return 0
@@ -93,20 +99,31 @@ class Claiming:
             found += more
         return found
 
-    async def _subscribed(self) -> Subscription:
+    async def _subscribed(self) -> Subscription | None:
+        """Subscribe, unless that is done; ``None`` while there is no dead-letter queue yet.
+
+        The channel must exist. What a subscription needs beside it is made: a topic's group, and
+        on Kafka the topic of retries.
+        """
         if self._subscription is None:
-            broadcast = await self._declare()
+            route = Outlet(self._plan.settings).route(
+                self._plan.name, broadcast=self._plan.broadcast
+            )
             backend = open_backend(self._plan.settings, SystemClock())
             stack = AsyncExitStack()
             try:
                 stack.push_async_callback(backend.aclose)
-                await backend.start()
+                await start_for_reading(backend, self._plan)
+                if not await exists(backend, self._plan):
+                    await stack.aclose()
+                    return None
+                await backend.declare(route.spec)
                 spec = SubscriptionSpec(
                     queue=self._plan.queue,
                     group=self._plan.group,
                     consumer=f"spark-{new_id()}",
                     prefetch=PREFETCH,
-                    broadcast=broadcast,
+                    broadcast=route.broadcast,
                     ack_deadline=(
                         self._plan.settings.ack_deadline if backend.capabilities.lease else None
                     ),
@@ -117,13 +134,6 @@ class Claiming:
                 raise
             self._stack, self._patience = stack, JOINING
         return self._subscription
-
-    async def _declare(self) -> bool:
-        """Make sure that the channel exists; whether it is a topic here."""
-        outlet = Outlet(self._plan.settings)
-        route = outlet.route(self._plan.name, broadcast=self._plan.broadcast)
-        await outlet.declare(route)
-        return route.broadcast
 
     async def _close(self) -> None:
         stack, self._stack, self._subscription = self._stack, None, None

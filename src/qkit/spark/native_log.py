@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from qkit.errors import StorageError
 from qkit.message import Envelope, new_id
 from qkit.native.follow import Follower, Piece, Place, read_piece
+from qkit.native.inbox import bulks
 from qkit.native.readers import is_kept, keep
 from qkit.native.record import Publish
 from qkit.spark import rows
+from qkit.spark.existing import check_directory, exists_in_log, import_waiting
+from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import native_path
 
@@ -40,8 +43,12 @@ class NativeLog:
         self._last: Place | None = None  # for who asks for what is there now, and no more
 
     def initial(self) -> dict[str, Any]:
-        """Where a new stream begins; from here on nothing is taken away from it."""
-        (self._path / "log").mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Where a new stream begins; from here on nothing is taken away from it.
+
+        Raises ``QueueNotFound`` if the channel does not exist.
+        """
+        self._import()
+        exists_in_log(self._plan)
         name = f"spark-{new_id()}"
         self._keep(name, 0, new=True)
         start, queues = Place(), frozenset[int]()
@@ -52,6 +59,7 @@ class NativeLog:
 
     def stop_here(self) -> None:
         """From now on go no further than what there is now."""
+        self._import()
         self._last = self._follower.choose(Place(), frozenset()).end
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
@@ -60,6 +68,8 @@ class NativeLog:
         Where only other channels wrote, the place is remembered here and not moved on, for each
         move is a batch; but a segment that is behind is let go.
         """
+        if self._last is None:
+            self._import()
         self._keep(str(start["reader"]), _place(start).segment)
         if self._seen is None or self._seen[0] != start:
             self._seen = dict(start), _place(start), _queues(start)
@@ -81,6 +91,13 @@ class NativeLog:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _import(self) -> None:
+        """What was committed in bulk before now is in the log when this returns."""
+        check_directory(self._plan)
+        if bulks(self._path):
+            with LoopThread() as loop:
+                loop.call(import_waiting(self._plan))
 
     def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()

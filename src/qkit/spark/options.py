@@ -5,15 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
 from qkit.config import Settings, SettingsValues
 from qkit.errors import ConfigError
 from qkit.message import check_name
 
-__all__ = ["METADATA", "OPTIONS", "Plan", "plan_of"]
+__all__ = ["METADATA", "OPTIONS", "Plan", "absolute", "plan_of"]
 
 OnInvalid = Literal["fail", "dead_letter"]
+OnUnheard = Literal["fail", "warn"]
 Starting = Literal["earliest", "latest"]
 
 METADATA: Final = ("key", "priority", "delay", "ttl", "headers")
@@ -25,6 +27,7 @@ OPTIONS: Final = frozenset(
         "group",
         "model",
         "on_invalid",
+        "on_unheard",
         "content_type",
         "job_id",
         "report",
@@ -48,7 +51,8 @@ _WEEK: Final = 7 * 86_400.0
 class Plan:
     """What a read or write is to do, checked on the driver; tasks get it whole.
 
-    ``columns`` says which column holds what of a message's metadata.
+    ``columns`` says which column holds what of a message's metadata. Paths are absolute: a task
+    has another working directory than the driver.
     """
 
     settings: Settings
@@ -57,6 +61,7 @@ class Plan:
     group: str = "spark"
     model: str | None = None
     on_invalid: OnInvalid = "fail"
+    on_unheard: OnUnheard = "fail"
     content_type: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     job_id: str | None = None
@@ -111,14 +116,15 @@ def plan_of(options: Mapping[str, str]) -> Plan:
         group=check_name(own.get("group", "spark"), "group"),
         model=_model(own.get("model")),
         on_invalid=cast("OnInvalid", _one_of(own, "on_invalid", get_args(OnInvalid))),
+        on_unheard=cast("OnUnheard", _one_of(own, "on_unheard", get_args(OnUnheard))),
         content_type=own.get("content_type"),
         columns={name: own[name] for name in METADATA if name in own},
         job_id=own.get("job_id"),
-        report=own.get("report"),
+        report=_path(own.get("report")),
         dead_letters=_flag(own, "dead_letters"),
         limit=_count(own, "limit"),
         max_rows=_count(own, "max_rows"),
-        stage=own.get("stage"),
+        stage=_path(own.get("stage")),
         starting=cast("Starting", _one_of(own, "starting", get_args(Starting))),
         consume=_flag(own, "consume"),
         retention=_seconds(own, "retention", _WEEK),
@@ -135,11 +141,35 @@ def _settings(config: str | None, values: Mapping[str, str]) -> Settings:
         else:
             nested[name] = value
     if config is None:
-        return Settings(**cast("SettingsValues", nested))
-    return Settings.load(  # its own path is positional only, which pyright does not see
-        config,
-        **cast("SettingsValues", nested),  # pyright: ignore[reportArgumentType]
-    )
+        settings = Settings(**cast("SettingsValues", nested))
+    else:
+        settings = Settings.load(  # its own path is positional only, which pyright does not see
+            config,
+            **cast("SettingsValues", nested),  # pyright: ignore[reportArgumentType]
+        )
+    settings.require_mode()
+    if settings.path is None:
+        return settings
+    return settings.model_copy(update={"path": settings.path.resolve()})
+
+
+def absolute(options: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """Return the options with the paths of their plan.
+
+    Spark makes a plan of options again, in a process that may have another working directory than
+    the one that chose them.
+    """
+    paths = {
+        "path": None if plan.settings.path is None else str(plan.settings.path),
+        "config": _path(options.get("config")),
+        "stage": plan.stage,
+        "report": plan.report,
+    }
+    return {**options, **{name: path for name, path in paths.items() if path is not None}}
+
+
+def _path(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
 
 
 def _model(name: str | None) -> str | None:

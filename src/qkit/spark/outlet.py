@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Self
 
+from qkit.backend import UnheardReporting
 from qkit.breaker import CircuitBreaker
 from qkit.channels import Channel
 from qkit.clock import SystemClock
@@ -66,6 +67,11 @@ class Outlet:
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
         return self._routes.of(Channel(channel, broadcast=True) if broadcast else Channel(channel))
+
+    @property
+    def unheard(self) -> int:
+        """How many messages no subscriber received, on a backend that keeps none."""
+        return self._backend.unheard if isinstance(self._backend, UnheardReporting) else 0
 
     async def declare(self, route: Route) -> None:
         """Connect, make sure that a channel and its dead-letter queue exist, and disconnect."""

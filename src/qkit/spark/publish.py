@@ -13,7 +13,7 @@ from pydantic import BaseModel, SecretStr
 from qkit.config import Settings
 from qkit.spark.kafka import connector_options, has_connector, kafka_frame, suits
 from qkit.spark.loops import LoopThread
-from qkit.spark.options import Plan, plan_of
+from qkit.spark.options import Plan, absolute, plan_of
 from qkit.spark.outlet import Outlet
 from qkit.spark.source import QkitDataSource
 
@@ -24,14 +24,24 @@ __all__ = ["Written", "as_options", "write"]
 
 
 class Written(NamedTuple):
-    """What a write came to. ``job`` names it where it is published at once, on native.
+    """What a write came to.
 
-    ``messages`` is ``None`` where Spark's own Kafka connector wrote them, which does not count.
+    Attributes:
+        messages: How many messages this run wrote; ``None`` where Spark's own Kafka connector
+            wrote them, which does not count.
+        dead_letters: How many rows became dead letters.
+        job: The name of the job; on native it is published at once.
+        skipped: How many rows this run did not write, because the same ``job_id`` was published
+            to this channel before; then ``messages`` and ``dead_letters`` are 0.
+        unheard: How many messages no subscriber received, on Redis pub/sub with
+            ``on_unheard="warn"``.
     """
 
     messages: int | None
     dead_letters: int = 0
     job: str | None = None
+    skipped: int = 0
+    unheard: int = 0
 
 
 def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Written:
@@ -40,8 +50,10 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
     To Kafka it takes Spark's own connector if that is on the class path and can do what is asked.
     Raises what Spark makes of a task's error.
     """
+    settings.require_mode()
     chosen = {**as_options(settings), **options, "channel": channel}
     plan = plan_of(chosen)
+    chosen = absolute(chosen, plan)
     if suits(settings, options, df.columns) and has_connector(df.sparkSession):
         return _by_connector(df, plan)
     df.sparkSession.dataSource.register(QkitDataSource)
@@ -51,7 +63,9 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
         if not report.exists():  # there was no task
             return Written(0)
         told = json.loads(report.read_text())
-    return Written(told["messages"], told["dead_letters"], told["job"])
+    return Written(
+        told["messages"], told["dead_letters"], told["job"], told["skipped"], told["unheard"]
+    )
 
 
 def _by_connector(df: DataFrame, plan: Plan) -> Written:

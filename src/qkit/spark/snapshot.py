@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from qkit.backend import Admin
 from qkit.clock import SystemClock
-from qkit.errors import ConfigError, QueueNotFound, Unsupported
+from qkit.errors import ConfigError, Unsupported
 from qkit.message import Envelope
-from qkit.native.inbox import bulks
+from qkit.native.follow import log_id, not_shared
 from qkit.opening import open_backend
 from qkit.spark import rows
+from qkit.spark.existing import check_directory, exists, import_waiting, start_for_reading
+from qkit.spark.loops import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot"]
 
 MOST: Final = 1_000_000
-PATIENCE: Final = 60.0  # seconds for the engine to take in bulk files; it looks every second
 
 
 class Snapshot(DataSourceReader):
@@ -38,11 +37,23 @@ class Snapshot(DataSourceReader):
             native_path(plan)
 
     def partitions(self) -> Sequence[InputPartition]:
-        """A single one."""
-        return [InputPartition(0)]
+        """A single one; its value tells the task which native directory the driver sees."""
+        return [InputPartition(self._directory() if is_bulk(self._plan) else None)]
+
+    def _directory(self) -> bytes:
+        path = check_directory(self._plan)
+        known = log_id(path)
+        if known is None:  # it has bulk files, and no engine was ever there
+            with LoopThread() as loop:
+                loop.call(import_waiting(self._plan))
+            known = log_id(path)
+        assert known is not None
+        return known
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task: look and tell."""
+        if is_bulk(self._plan) and log_id(native_path(self._plan)) != partition.value:
+            raise not_shared(native_path(self._plan))
         return rows.batches(asyncio.run(self._peek()), self._plan)
 
     async def _peek(self) -> list[Envelope]:
@@ -55,15 +66,11 @@ class Snapshot(DataSourceReader):
                 operation="peek",
                 queue=plan.channel,
             )
-        await backend.start()
         try:
-            if is_bulk(plan):
-                await _taken_in(Path(native_path(plan)))
+            await start_for_reading(backend, plan)
+            if not await exists(backend, plan):
+                return []
             found = await backend.peek(plan.queue, plan.limit or MOST + 1)
-        except QueueNotFound:
-            if not plan.dead_letters:
-                raise
-            return []  # it is made with the first dead letter
         finally:
             await backend.aclose()
         if plan.limit is None and len(found) > MOST:
@@ -74,12 +81,3 @@ class Snapshot(DataSourceReader):
                 queue=plan.channel,
             )
         return found
-
-
-async def _taken_in(path: Path) -> None:
-    """Wait until what was published in bulk before now is in its queues."""
-    before = set(bulks(path))
-    with suppress(TimeoutError):  # one that is damaged stays; it is no reason to see nothing
-        async with asyncio.timeout(PATIENCE):
-            while before & set(bulks(path)):  # noqa: ASYNC110  another process takes them in
-                await asyncio.sleep(0.05)

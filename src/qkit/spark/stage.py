@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from socket import gethostname
+from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -26,11 +27,21 @@ from qkit.spark import rows
 from qkit.spark.claiming import PREFETCH, Claiming
 from qkit.spark.options import Plan
 
-__all__ = ["Stage", "read"]
+__all__ = ["Stage", "StageFile", "read"]
 
 MOST: Final = 100_000  # messages of a batch, unless told otherwise
 TASK: Final = 10  # stages that one task reads
 PATIENCE: Final = 10.0  # seconds for a stream that was just stopped to let its stages go
+
+
+_TOKEN: Final = "qkit-stage"
+
+
+class StageFile(NamedTuple):
+    """A stage for a task to read, and the random text in it: tasks compare it."""
+
+    path: str
+    token: str | None
 
 
 class Stage:
@@ -87,7 +98,7 @@ class Stage:
             wanted -= count
         return number
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[str]]:
+    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[StageFile]]:
         """The files of the stages between, as tasks are to read them."""
         files = [
             self._file(number) for number in range(int(start["stage"]) + 1, int(end["stage"]) + 1)
@@ -100,8 +111,8 @@ class Stage:
                 operation="read",
                 queue=self._plan.channel,
             )
-        names = [str(file) for file in files]
-        return [names[at : at + TASK] for at in range(0, len(names), TASK)]
+        found = [StageFile(str(file), _token_of(file)) for file in files]
+        return [found[at : at + TASK] for at in range(0, len(found), TASK)]
 
     def commit(self, end: Mapping[str, Any]) -> None:
         """Spark will not ask for these again."""
@@ -156,11 +167,12 @@ class Stage:
         file = self._file(number)
         temporary = file.with_suffix(".arrow.tmp")
         batches = list(rows.batches(found, self._plan))
+        schema = batches[0].schema.with_metadata({_TOKEN: os.urandom(16).hex()})
         with temporary.open("wb") as raw:
             os.fchmod(raw.fileno(), 0o600)
-            with pa.ipc.new_file(raw, batches[0].schema) as writer:
+            with pa.ipc.new_file(raw, schema) as writer:
                 for batch in batches:
-                    writer.write_batch(batch)
+                    writer.write_batch(batch.replace_schema_metadata(schema.metadata))
             raw.flush()
             os.fsync(raw.fileno())
         temporary.rename(file)
@@ -172,9 +184,25 @@ class Stage:
         return self._claiming
 
 
-def read(files: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """In a task: the rows of some stages."""
-    for file in files:
+def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:
+    """In a task: the rows of some stages.
+
+    Raises ``StorageError`` if a file is not the one that the driver wrote.
+    """
+    for file, token in files:
+        if not Path(file).exists() or _token_of(Path(file)) != token:
+            raise StorageError(
+                f"{file} on {gethostname()} is not the file that the driver wrote: the stage must "
+                "be on a file system that all executors share, under the same path",
+                operation="read",
+            )
         with pa.OSFile(file) as raw, pa.ipc.open_file(raw) as reader:
             for at in range(reader.num_record_batches):
-                yield reader.get_batch(at)
+                yield reader.get_batch(at).replace_schema_metadata(None)
+
+
+def _token_of(file: Path) -> str | None:
+    """The random text in a stage; ``None`` in one of an older version."""
+    with pa.OSFile(str(file)) as raw, pa.ipc.open_file(raw) as reader:
+        token = (reader.schema.metadata or {}).get(_TOKEN.encode())
+    return None if token is None else token.decode()

@@ -24,10 +24,11 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
-from qkit.errors import InvalidBody, StorageError
+from qkit.errors import InvalidBody, QueueError, StorageError
 from qkit.logs import logger
 from qkit.message import Envelope, new_id
 from qkit.native import inbox
+from qkit.native.jobs import commit_once, job_name
 from qkit.routes import Route
 from qkit.spark.bodies import Bodies, ids, is_about_the_row, shown
 from qkit.spark.columns import Columns
@@ -56,6 +57,7 @@ class TaskDone(WriterCommitMessage):
     part: int
     rows: int
     dead_letters: int
+    unheard: int = 0  # messages of Redis pub/sub that no subscriber received
 
 
 class _Writer:
@@ -68,8 +70,13 @@ class _Writer:
         # Refuse on the driver what the tasks could not do.
         route = Outlet(plan.settings).route(plan.channel, broadcast=plan.broadcast)
         Bodies(plan, columns, route)
+        self._queue = route.queue
+        self._identity: str | None = None  # of the native directory: tasks compare it
         if is_bulk(plan):
-            native_path(plan)
+            path = native_path(plan)
+            if plan.job_id is not None:
+                job_name(plan.job_id, route.queue)
+            self._identity = inbox.identity(path)
 
     def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> TaskDone:
         context = TaskContext.get()
@@ -88,11 +95,12 @@ class _Writer:
         except BaseException:
             sink.give_up()
             raise
-        return TaskDone(job, staged, part, task.rows, task.dead_letters)
+        return TaskDone(job, staged, part, task.rows, task.dead_letters, outlet.unheard)
 
     def sink(self, outlet: Outlet, route: Route, staged: str, part: int) -> Sink:
         """Where the messages of one task go."""
-        if is_bulk(self._plan):
+        if self._identity is not None:
+            inbox.check_identity(native_path(self._plan), self._identity)
             return BulkSink(self._plan, route, staged, part)
         return BrokerSink(self._plan, outlet, route)
 
@@ -100,24 +108,38 @@ class _Writer:
         done = _done(messages)
         if not done:
             return
-        rows = sum(task.rows for task in done)
-        letters = sum(task.dead_letters for task in done)
-        job = done[0].job
-        if is_bulk(self._plan):
-            self._publish_parts(job, done[0].staged, {task.part for task in done})
+        rows, job = sum(task.rows for task in done), done[0].job
+        letters, skipped = sum(task.dead_letters for task in done), 0
+        if is_bulk(self._plan) and not self._publish_parts(done):
+            letters, skipped = 0, rows
+            logger.warning(
+                "%s: %d rows of job %s were not written: it was published before",
+                self._plan.channel,
+                rows,
+                job,
+            )
+        report = {
+            "job": job,
+            "messages": rows - letters - skipped,
+            "dead_letters": letters,
+            "skipped": skipped,
+            "unheard": sum(task.unheard for task in done),
+        }
         logger.info(
             "%s: %d messages and %d dead letters of job %s",
             self._plan.channel,
-            rows - letters,
+            report["messages"],
             letters,
             job,
         )
         if self._plan.report is not None:
-            report = {"job": job, "messages": rows - letters, "dead_letters": letters}
             Path(self._plan.report).write_text(json.dumps(report))
+        self._check_heard(sum(task.unheard for task in done), rows - letters)
 
-    def _publish_parts(self, job: str, staged: str, parts: set[int]) -> None:
-        path = Path(native_path(self._plan))
+    def _publish_parts(self, done: Sequence[TaskDone]) -> bool:
+        """Publish what the tasks wrote; whether it counts."""
+        path, plan = Path(native_path(self._plan)), self._plan
+        job, staged, parts = done[0].job, done[0].staged, {task.part for task in done}
         missing = parts - inbox.parts(path, staged)
         if missing:
             raise StorageError(
@@ -126,10 +148,32 @@ class _Writer:
                 "that the driver sees",
                 backend="native",
                 operation="send",
+                queue=plan.channel,
+            )
+        if job == plan.job_id:
+            letters = plan.settings.broker_name(plan.letters)
+            counts = commit_once(path, staged, job, self._queue, letters=letters, parts=parts)
+        else:
+            counts = inbox.commit(path, staged, parts=parts, name=job)
+        _sweep(path / "inbox")
+        return counts
+
+    def _check_heard(self, unheard: int, messages: int) -> None:
+        """Redis pub/sub keeps nothing: what no subscriber received is lost."""
+        if not unheard:
+            return
+        text = (
+            f"{unheard} of {messages} messages had no subscriber and are lost: Redis pub/sub "
+            "keeps nothing. Start the subscribers first, or write with mode='list'"
+        )
+        if self._plan.on_unheard == "fail":
+            raise QueueError(
+                f"{text}; option('on_unheard', 'warn') reports them and does not fail",
+                backend="redis",
+                operation="send",
                 queue=self._plan.channel,
             )
-        inbox.commit(path, staged, parts=parts, name=job)
-        _sweep(path / "inbox")
+        logger.warning("%s: %s", self._plan.channel, text)
 
     def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
         """``staged`` may hold a star, for when no task has told the name."""

@@ -1,0 +1,181 @@
+"""What a reader does before it reads: find the channel, and have bulk files imported.
+
+A channel that does not exist is an error, never a result without rows, and no reader creates one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from qkit.backend import Admin, Backend, QueueSpec
+from qkit.clock import SystemClock
+from qkit.errors import BackendUnavailable, LogDamaged, QueueNotFound
+from qkit.logs import logger
+from qkit.native.follow import channels
+from qkit.native.inbox import bulks, check_bulk, queues_of
+from qkit.opening import open_backend
+from qkit.spark.options import Plan
+from qkit.spark.sinks import is_bulk, native_path
+
+__all__ = ["check_directory", "exists", "exists_in_log", "import_waiting", "start_for_reading"]
+
+POLL_SECONDS: Final = 0.05
+CHECK_AFTER_SECONDS: Final = 2.0  # without progress: look whether a bulk file is damaged
+GIVE_UP_AFTER_SECONDS: Final = 60.0  # without progress
+
+
+async def start_for_reading(backend: Backend, plan: Plan) -> None:
+    """Start a backend of the plan's settings, and have bulk files imported before it is read.
+
+    Raises:
+        QueueNotFound: The native directory does not exist; it is not created.
+    """
+    if is_bulk(plan):
+        check_directory(plan)
+    await backend.start()
+    if is_bulk(plan):
+        await wait_for_import(plan)
+
+
+async def exists(backend: Backend, plan: Plan) -> bool:
+    """Return whether there is something to read, without creating it.
+
+    Returns:
+        False if dead letters are asked for and the channel has no dead-letter queue yet.
+
+    Raises:
+        QueueNotFound: The channel does not exist. On Redis pub/sub no channel does.
+    """
+    topics_only = not backend.capabilities.queues
+    if topics_only and not plan.dead_letters:
+        return True
+    if await _is_there(backend, plan.queue, broadcast=plan.broadcast and not plan.dead_letters):
+        return True
+    channel = plan.settings.broker_name(plan.channel)
+    if plan.dead_letters and (
+        topics_only or await _is_there(backend, channel, broadcast=plan.broadcast)
+    ):
+        return False
+    raise _not_found(plan, backend.name)
+
+
+async def _is_there(backend: Backend, queue: str, *, broadcast: bool) -> bool:
+    if isinstance(backend, Admin) and not broadcast:
+        with suppress(QueueNotFound):
+            await backend.stats(queue)
+            return True
+    try:  # it also finds a list of Redis that another program made
+        await backend.declare(QueueSpec(name=queue, broadcast=broadcast, passive=True))
+    except QueueNotFound:
+        return False
+    return True
+
+
+def _not_found(plan: Plan, backend: str) -> QueueNotFound:
+    place = plan.settings.safe_url or str(plan.settings.path)
+    return QueueNotFound(
+        f"there is no channel {plan.channel!r} in {place}: check the name and the address; a "
+        "reader creates no channel",
+        backend=backend,
+        operation="read",
+        queue=plan.channel,
+    )
+
+
+# Native directories
+
+
+def check_directory(plan: Plan) -> Path:
+    """Return the native directory. Raises ``QueueNotFound`` if an engine was never there."""
+    path = Path(native_path(plan))
+    if not (path / "log").is_dir() and not bulks(path):
+        raise _not_found(plan, "native")
+    return path
+
+
+def exists_in_log(plan: Plan) -> None:
+    """Raise ``QueueNotFound`` unless the log of the native directory tells of the channel.
+
+    For a stream of dead letters the channel is enough: its dead-letter queue may come later.
+    """
+    known = channels(native_path(plan))
+    wanted = {plan.queue, plan.settings.broker_name(plan.channel)}
+    if not known & wanted:
+        raise _not_found(plan, "native")
+
+
+async def import_waiting(plan: Plan) -> None:
+    """Have the bulk files imported that were committed before this call.
+
+    The owner of the directory imports them; if there is none, this process owns the directory
+    meanwhile. Either way they are in the log when this returns.
+
+    Raises:
+        BackendUnavailable: They are not imported, although there is an owner.
+        LogDamaged: A bulk file that may hold messages of this channel is damaged.
+    """
+    path = check_directory(plan)
+    if not bulks(path):
+        return
+    backend = open_backend(plan.settings, SystemClock())
+    try:
+        await backend.start()
+    except BackendUnavailable as error:  # an owner on another machine imports them as well
+        logger.warning("%s: %s", plan.channel, error)
+    try:
+        await wait_for_import(plan)
+    finally:
+        await backend.aclose()
+
+
+async def wait_for_import(plan: Plan) -> None:
+    """Wait until the bulk files that are committed now are in the log; see ``import_waiting``."""
+    path = Path(native_path(plan))
+    waiting, state, since, checked = set(bulks(path)), None, time.monotonic(), False
+    while waiting := waiting & set(bulks(path)):
+        now, seen = time.monotonic(), (len(waiting), _log_bytes(path))
+        if seen != state:
+            state, since = seen, now
+        elif now - since >= CHECK_AFTER_SECONDS and not checked:
+            waiting -= await asyncio.to_thread(_damaged, plan, path, waiting)
+            checked = True
+        elif now - since >= GIVE_UP_AFTER_SECONDS:
+            raise BackendUnavailable(
+                f"{len(waiting)} bulk files in {path / 'inbox'} were not imported within "
+                f"{GIVE_UP_AFTER_SECONDS:g} s: look into the log of the process that owns the "
+                "directory",
+                backend="native",
+                operation="read",
+                queue=plan.channel,
+            )
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _log_bytes(path: Path) -> int:
+    """How much was written; it grows while a bulk file is imported."""
+    total = 0
+    for file in (path / "log").glob("*.seg"):
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:  # compaction has just replaced it
+            continue
+    return total
+
+
+def _damaged(plan: Plan, path: Path, jobs: set[str]) -> set[str]:
+    """Those of the jobs that cannot be imported and are of other channels."""
+    found: set[str] = set()
+    for job in jobs:
+        try:
+            check_bulk(path, job)
+        except LogDamaged as error:
+            named = queues_of(path, job)
+            if named is None or plan.queue in named:
+                raise
+            logger.warning("%s: ignoring a bulk file of another channel: %s", plan.channel, error)
+            found.add(job)
+    return found

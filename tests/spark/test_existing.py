@@ -1,0 +1,411 @@
+"""What readers do before they read: nothing is created, and bulk files are imported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable
+
+from qkit.errors import BackendUnavailable, LogDamaged, QueueNotFound, StorageError
+from qkit.message import new_id
+from qkit.native import Engine
+from qkit.native.inbox import BulkWriter, bulks, commit
+from qkit.spark import existing, stage
+from qkit.spark.columns import Columns
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import Plan, plan_of
+from qkit.spark.snapshot import Snapshot
+from qkit.spark.streaming import StreamReader
+from qkit.spark.writing import BatchWriter
+from tests.spark.channels import BROKERS, service_of, values
+
+
+@pytest.fixture
+def native(tmp_path: Path) -> dict[str, str]:
+    return {"channel": "orders", "type": "native", "path": str(tmp_path / "data")}
+
+
+@pytest.fixture
+def new(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    """Options of a channel that does not exist."""
+    kind = request.param
+    chosen = {"channel": f"spark-{new_id()}", "type": kind, "stage": str(tmp_path / "stage")}
+    if kind == "native":
+        return {**chosen, "path": str(tmp_path / "data")}
+    chosen["url"] = request.getfixturevalue(f"{kind}_url")
+    return {**chosen, "mode": "list"} if kind == "redis" else chosen
+
+
+def snapshot(options: dict[str, str]) -> list[int]:
+    reader = Snapshot(plan_of(options))
+    return values(
+        [
+            row
+            for piece in reader.partitions()
+            for batch in reader.read(piece)
+            for row in batch.to_pylist()
+        ]
+    )
+
+
+def stream(options: dict[str, str], start: dict[str, Any] | None = None) -> list[int]:
+    """What a stream with ``availableNow`` reads."""
+    reader = StreamReader(plan_of(options))
+    try:
+        start = start or reader.initialOffset()
+        reader.prepareForTriggerAvailableNow()
+        end = reader.latestOffset(start, ReadAllAvailable())
+        return between(reader, start, end)
+    finally:
+        reader.stop()
+
+
+def between(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+    return values(
+        [
+            row
+            for piece in reader.partitions(start, end)
+            for batch in pickle.loads(pickle.dumps(reader)).read(piece)
+            for row in batch.to_pylist()
+        ]
+    )
+
+
+def publish(options: dict[str, str], *bodies: int) -> None:
+    """What a Spark job does: tasks write parts, the driver publishes them."""
+    writer = BatchWriter(plan_of(options), Columns("text", ()))
+    batch = pa.RecordBatch.from_pylist([{"value": str(body)} for body in bodies])
+    writer.commit([pickle.loads(pickle.dumps(writer)).write(iter([batch]))])
+
+
+class TestChannelsThatDoNotExist:
+    @pytest.mark.parametrize("read", [snapshot, stream])
+    @pytest.mark.parametrize("more", [{}, {"dead_letters": "true"}, {"consume": "true"}], ids=str)
+    @pytest.mark.parametrize("new", BROKERS, indirect=True)
+    def test_are_an_error_and_are_not_created(
+        self, new: dict[str, str], more: dict[str, str], read: Callable[[dict[str, str]], object]
+    ) -> None:
+        with pytest.raises(QueueNotFound, match=new["channel"]) as raised:
+            read({**new, **more})
+        assert (new.get("path") or new["url"].rpartition("@")[2]) in str(raised.value)
+        if "path" in new:
+            assert not Path(new["path"]).exists()
+            Path(new["path"]).mkdir()
+            with pytest.raises(QueueNotFound):
+                read({**new, **more})
+            assert list(Path(new["path"]).iterdir()) == []
+            return
+        plan = plan_of(new)
+        with service_of(new) as service:
+            if new["type"] != "rabbitmq":  # which has no list of all queues
+                assert not [name for name in service.queues() if new["channel"] in name]
+            for name in (plan.channel, plan.letters):
+                with pytest.raises(QueueNotFound):
+                    service.stats(name)
+
+    @pytest.mark.parametrize("new", ["redis", "rabbitmq", "native"], indirect=True)
+    def test_a_topic_must_exist_and_its_group_need_not(
+        self, new: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("qkit.spark.claiming.JOINING", 1.0)
+        topic = {**new, "broadcast": "true", "consume": "true", "group": "archive"}
+        with pytest.raises(QueueNotFound, match=new["channel"]):
+            stream(topic)
+        with service_of(new) as service:
+            service.publish(new["channel"], 1)
+            assert stream(topic) == [], "a group receives from its first declaration on"
+            service.publish(new["channel"], 2)
+            assert stream(topic) == [2]
+            service.delete(new["channel"])
+
+    def test_another_channel_of_the_directory_is_not_enough(self, native: dict[str, str]) -> None:
+        with service_of(native) as service:
+            service.send("other", 1)
+            service.send("deleted", 1)
+            service.delete("deleted")
+        for read in (snapshot, stream):
+            for name in ("orders", "deleted"):
+                with pytest.raises(QueueNotFound, match=f"no channel '{name}' in {native['path']}"):
+                    read({**native, "channel": name})
+        assert not (Path(native["path"]) / "readers").exists()
+
+    @pytest.mark.parametrize("options", BROKERS, indirect=True)
+    def test_a_channel_without_dead_letters_has_none(
+        self, options: dict[str, str], tmp_path: Path
+    ) -> None:
+        letters = {**options, "dead_letters": "true", "stage": str(tmp_path / "stage")}
+        with service_of({**options, "dead_letter.enabled": "false"}) as service:
+            service.send(options["channel"], 1)
+        assert snapshot(letters) == []
+        assert stream(letters) == []
+
+    @pytest.mark.parametrize("options", ["kafka"], indirect=True)
+    def test_dead_letters_that_come_later_are_found(self, options: dict[str, str]) -> None:
+        with service_of({**options, "dead_letter.enabled": "false"}) as service:
+            service.send(options["channel"], 1)
+        reader = StreamReader(plan_of({**options, "dead_letters": "true"}))
+        start = reader.initialOffset()
+        assert reader.latestOffset(start, ReadAllAvailable()) == start
+        writer = BatchWriter(
+            plan_of({**options, "model": "tests.spark.models:Order", "on_invalid": "dead_letter"}),
+            Columns("row", ()),
+        )
+        writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1, "total": -1.0}])]))
+        end = reader.latestOffset(start, ReadAllAvailable())
+        assert between_ids(reader, start, end) == [{"id": 1, "total": -1.0}]
+        reader.stop()
+
+
+def between_ids(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[Any]:
+    return [
+        json.loads(row["value"])
+        for piece in reader.partitions(start, end)
+        for batch in reader.read(piece)
+        for row in batch.to_pylist()
+    ]
+
+
+class TestBulkFiles:
+    @pytest.mark.parametrize("read", [snapshot, stream])
+    @pytest.mark.parametrize("consume", ["false", "true"])
+    def test_are_seen_although_no_engine_was_ever_there(
+        self,
+        native: dict[str, str],
+        consume: str,
+        read: Callable[[dict[str, str]], list[int]],
+        tmp_path: Path,
+    ) -> None:
+        publish(native, 1, 2, 3)
+        assert read({**native, "consume": consume, "stage": str(tmp_path / "stage")}) == [1, 2, 3]
+        assert bulks(Path(native["path"])) == []
+
+    def test_are_seen_while_another_process_owns_the_directory(
+        self, native: dict[str, str]
+    ) -> None:
+        with owner(native):
+            publish(native, 1, 2)
+            assert stream(native) == [1, 2]
+            publish(native, 3)
+            assert snapshot(native) == [1, 2, 3]
+
+    def test_are_seen_although_the_owner_was_killed_before_it_imported_them(
+        self, native: dict[str, str]
+    ) -> None:
+        with owner(native) as process:
+            os.kill(process.pid, signal.SIGSTOP)  # it holds the lock and does nothing
+            publish(native, 1, 2)
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert stream(native) == [1, 2]
+
+    def test_offsets_mean_the_same_before_and_after_the_import(
+        self, native: dict[str, str]
+    ) -> None:
+        with service_of(native) as service:
+            service.send_many("orders", range(3))
+        reader = StreamReader(plan_of(native))
+        start = reader.initialOffset()
+        first = reader.latestOffset(start, ReadAllAvailable())
+        assert between(reader, start, first) == [0, 1, 2]
+        publish(native, 3, 4)
+        assert between(reader, start, first) == [0, 1, 2], "it waits in the inbox"
+        second = reader.latestOffset(first, ReadAllAvailable())
+        for _ in range(2):  # a stream that Spark starts again asks for the same
+            assert between(reader, start, first) == [0, 1, 2]
+            assert between(reader, first, second) == [3, 4]
+            reader = StreamReader(plan_of(native))
+        latest = StreamReader(plan_of({**native, "starting": "latest"}))
+        publish(native, 5)
+        begin = latest.initialOffset()
+        assert between(latest, begin, latest.latestOffset(begin, ReadAllAvailable())) == []
+        assert stream(native, second) == [5]
+
+    def test_one_that_is_damaged_is_an_error_for_its_channel_alone(
+        self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(existing, "CHECK_AFTER_SECONDS", 0.2)
+        path = Path(native["path"])
+        with service_of(native) as service:
+            service.send_many("orders", range(2))
+            service.send("other", 1)
+        with BulkWriter(path, "bad", 0) as part:
+            for number in range(5):
+                part.put("other", b"%d" % number)
+        commit(path, "bad")
+        file = path / "inbox" / "bad" / "00000000.seg"
+        file.write_bytes(file.read_bytes()[:-30])
+        assert stream(native) == snapshot(native) == [0, 1]
+        for read in (stream, snapshot):
+            with pytest.raises(LogDamaged, match="bad/00000000"):
+                read({**native, "channel": "other"})
+
+    def test_one_that_its_owner_does_not_import_is_an_outage(
+        self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(existing, "CHECK_AFTER_SECONDS", 0.1)
+        monkeypatch.setattr(existing, "GIVE_UP_AFTER_SECONDS", 0.3)
+        monkeypatch.setattr("qkit.backends.shared.SharedBackend.start", refuse)
+        with owner(native) as process:
+            os.kill(process.pid, signal.SIGSTOP)
+            publish(native, 1)
+            with pytest.raises(BackendUnavailable, match=r"1 bulk files .* were not imported"):
+                stream(native)
+
+
+async def refuse(self: object) -> None:
+    raise BackendUnavailable("the owner does not answer")
+
+
+@contextmanager
+def owner(options: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Another process that owns the directory, as a worker does."""
+    program = (
+        "import sys, json\n"
+        "from tests.spark.channels import service_of\n"
+        "with service_of(json.loads(sys.argv[1])) as service:\n"
+        "    service.send('mine', 1)\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, json.dumps(options)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class TestExecutorsThatSeeAnotherDirectory:
+    """As on a cluster whose machines have each a directory of that name."""
+
+    @pytest.fixture(params=["missing", "another"])
+    def elsewhere(self, request: pytest.FixtureRequest, native: dict[str, str]) -> Any:
+        """Make the process see what another machine has under the path of the directory."""
+
+        def move() -> Path:
+            path = Path(native["path"])
+            path.rename(path.with_name("on-the-driver"))
+            if request.param == "another":
+                with service_of(native) as service:
+                    service.send_many("orders", range(5))
+            return path
+
+        return move
+
+    def files(self, path: Path) -> list[Path]:
+        return sorted(path.rglob("*"))
+
+    def test_fail_a_write_and_leave_nothing(
+        self, native: dict[str, str], elsewhere: Callable[[], Path]
+    ) -> None:
+        writer = BatchWriter(plan_of(native), Columns("row", ()))
+        path = elsewhere()
+        before = self.files(path)
+        with pytest.raises(StorageError, match="not the directory that the driver sees"):
+            writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
+        assert self.files(path) == before
+        assert path.exists() == bool(before)
+
+    def test_fail_a_read(self, native: dict[str, str], elsewhere: Callable[[], Path]) -> None:
+        with service_of(native) as service:
+            service.send_many("orders", range(5))
+        look = Snapshot(plan_of(native))
+        [whole] = look.partitions()
+        reader = StreamReader(plan_of(native))
+        start = reader.initialOffset()
+        [piece] = reader.partitions(start, reader.latestOffset(start, ReadAllAvailable()))
+        path = elsewhere()
+        before = self.files(path)
+        for read in (lambda: look.read(whole), lambda: list(reader.read(piece))):
+            with pytest.raises(StorageError, match="not the directory that the driver sees"):
+                read()
+        assert self.files(path) == before
+
+    @pytest.mark.parametrize("options", ["redis"], indirect=True)
+    def test_fail_a_staged_read(self, options: dict[str, str], tmp_path: Path) -> None:
+        with service_of(options) as service:
+            service.send(options["channel"], 1)
+        reader = StreamReader(plan_of({**options, "stage": str(tmp_path / "stage")}))
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, ReadAllAvailable())
+        [piece] = reader.partitions(start, end)
+        [file] = (tmp_path / "stage").glob("*.arrow")
+        shutil.copy(file, tmp_path / "kept")
+        file.unlink()
+        with pytest.raises(StorageError, match="not the file that the driver wrote"):
+            list(reader.read(piece))
+        table = pa.ipc.open_file(tmp_path / "kept").read_all()
+        with pa.ipc.new_file(file, table.schema.with_metadata({"qkit-stage": "other"})) as writer:
+            writer.write_table(table.replace_schema_metadata({"qkit-stage": "other"}))
+        with pytest.raises(StorageError, match="not the file that the driver wrote"):
+            list(reader.read(piece))
+        shutil.copy(tmp_path / "kept", file)
+        [found] = reader.read(piece)
+        assert found.column("value").to_pylist() == [b"1"]
+        assert found.schema.metadata is None
+        reader.stop()
+
+
+def test_a_stage_of_an_older_version_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "00000001.arrow"
+    batch = pa.RecordBatch.from_pylist([{"value": b"1"}])
+    with pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+    source = stage.Stage(
+        plan_of({"channel": "orders", "path": str(tmp_path / "x"), "stage": str(tmp_path)})
+    )
+    [[found]] = source.pieces({"stage": 0}, {"stage": 1})
+    assert [item.to_pylist() for item in stage.read([found])] == [[{"value": b"1"}]]
+
+
+def test_paths_are_absolute_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qkit.spark.options import absolute
+
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "qkit.toml").write_text('type = "native"\npath = "link/data"\n')
+    monkeypatch.chdir(tmp_path)
+    options = {"channel": "orders", "config": "qkit.toml", "stage": "s", "report": "r.json"}
+    plan: Plan = plan_of(options)
+    assert plan.settings.path == tmp_path / "real" / "data"
+    assert (plan.stage, plan.report) == (str(tmp_path / "s"), str(tmp_path / "r.json"))
+    chosen = absolute(options, plan)
+    monkeypatch.chdir(tmp_path / "real")  # as a process of Spark's may have another
+    assert plan_of(chosen) == plan
+    assert not (tmp_path / "real" / "data").exists()
+
+
+async def test_the_engine_that_imports_for_a_reader_lets_the_directory_go(
+    native: dict[str, str],
+) -> None:
+    await asyncio.to_thread(publish, native, 1)
+    source = NativeLog(plan_of(native))
+    await asyncio.to_thread(source.initial)
+    began = time.monotonic()
+    async with await Engine.open(native["path"]) as engine:
+        assert [item.body for item in await engine.peek("orders", 10)] == [b"1"]
+    assert time.monotonic() - began < 10
