@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Protocol, Self, TypeVar, Unpack, cast, overload
+from typing import Protocol, Self, TypeVar
 
 from qkit.backend import Backend, Capabilities, QueueStats
 from qkit.channels import Channel, Middleware, name_of
@@ -18,11 +18,11 @@ from qkit.events import EventName
 from qkit.health import ConnectionState, Health, Metrics
 from qkit.logs import logger
 from qkit.loop_calls import LoopCaller, running_loop
-from qkit.message import DeadLetter, Message, Sent
-from qkit.outgoing import SendOptions
+from qkit.message import DeadLetter, Message
 from qkit.registry import Handler
 from qkit.service import QueueService
 from qkit.signals import catch
+from qkit.sync_sender import BlockingSends
 
 __all__ = ["SyncDeadLetters", "SyncQueueService"]
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class SyncQueueService:
+class SyncQueueService(BlockingSends):
     """``QueueService`` with plain calls. It owns a loop in a thread, where handlers run.
 
     >>> from qkit import Settings, SyncQueueService
@@ -52,7 +52,7 @@ class SyncQueueService:
         backend: Backend | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
-        self._service = QueueService(settings, backend=backend, middleware=middleware)
+        self._sends = self._service = QueueService(settings, backend=backend, middleware=middleware)
         self._caller: LoopCaller | None = None  # from start to shutdown
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -206,44 +206,6 @@ class SyncQueueService:
         """``shutdown``."""
         self.shutdown()
 
-    @overload
-    def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
-    @overload
-    def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    def send(
-        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """As ``QueueService.send``."""
-        return self._call(lambda: self._service.send(cast("str", channel), body, **options))
-
-    @overload
-    def publish(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
-    @overload
-    def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    def publish(
-        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """As ``QueueService.publish``."""
-        return self._call(lambda: self._service.publish(cast("str", channel), body, **options))
-
-    @overload
-    def send_many(
-        self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
-    @overload
-    def send_many(
-        self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
-    def send_many(
-        self,
-        channel: Channel[T] | str,
-        bodies: Iterable[T] | Iterable[object],
-        **options: Unpack[SendOptions],
-    ) -> list[Sent]:
-        """As ``QueueService.send_many``; an iterator is read in this thread."""
-        many: list[object] = list(bodies)  # reading an iterator may block, and must not in the loop
-        return self._call(lambda: self._service.send_many(cast("str", channel), many, **options))
-
     def pause(self, channel: Channel[T] | str) -> None:
         """As ``QueueService.pause``."""
         self._call(lambda: _later(self._service.pause, name_of(channel)))
@@ -298,6 +260,9 @@ class SyncQueueService:
     def dead_letters(self, name: Channel[T] | str) -> SyncDeadLetters:
         """As ``QueueService.dead_letters``."""
         return SyncDeadLetters(self._service.dead_letters(name), self._call)
+
+    def _in_loop(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
+        return self._call(work)
 
     def _call(self, work: Callable[[], Coroutine[object, object, R]]) -> R:
         """Create a coroutine in the loop, run it there and wait for its result."""

@@ -11,7 +11,7 @@ from qkit.loop_calls import LoopCaller, running_loop
 from qkit.message import Sent
 from qkit.outgoing import SendOptions
 
-__all__ = ["SyncSender"]
+__all__ = ["BlockingSends", "SyncSender"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,7 +31,103 @@ class AsyncSender(Protocol):
     ) -> Coroutine[object, object, list[Sent]]: ...
 
 
-class SyncSender:
+class BlockingSends:
+    """``send``, ``send_many`` and ``publish`` as plain calls that wait for an event loop.
+
+    A subclass says how a coroutine gets into the loop.
+    """
+
+    _sends: AsyncSender
+
+    def _in_loop(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
+        """Create a coroutine in the loop, run it there and wait for its result."""
+        raise NotImplementedError
+
+    @overload
+    def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
+    @overload
+    def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
+    def send(
+        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        """Send one message to a queue and wait until the broker has confirmed it.
+
+        Args:
+            channel: The queue, by its ``Channel`` or its name.
+            body: What is sent; checked against the channel's type.
+            **options: ``priority``, ``delay`` and ``ttl`` in seconds, ``key``, ``headers``.
+
+        Returns:
+            The message's id and, where the broker knows it, its position.
+
+        Raises:
+            LifecycleError: In the thread of the service's event loop, before ``start``, after
+                ``shutdown``, in a forked process, or if the event loop ends meanwhile.
+            QueueError: As ``QueueService.send``.
+        """
+        return self._in_loop("send", lambda: self._sends.send(_name(channel), body, **options))
+
+    @overload
+    def publish(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
+    @overload
+    def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
+    def publish(
+        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
+    ) -> Sent:
+        """Publish one message to a topic and wait until the broker has confirmed it.
+
+        Args:
+            channel: The topic, by its ``Channel`` or its name.
+            body: What is published; checked against the channel's type.
+            **options: As for ``send``.
+
+        Returns:
+            The message's id.
+
+        Raises:
+            LifecycleError: As ``send``.
+            QueueError: As ``QueueService.publish``.
+        """
+        return self._in_loop(
+            "publish", lambda: self._sends.publish(_name(channel), body, **options)
+        )
+
+    @overload
+    def send_many(
+        self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
+    ) -> list[Sent]: ...
+    @overload
+    def send_many(
+        self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
+    ) -> list[Sent]: ...
+    def send_many(
+        self,
+        channel: Channel[T] | str,
+        bodies: Iterable[T] | Iterable[object],
+        **options: Unpack[SendOptions],
+    ) -> list[Sent]:
+        """Send many messages to a queue and wait until the broker has confirmed them.
+
+        Args:
+            channel: The queue, by its ``Channel`` or its name.
+            bodies: What is sent. An iterator is read in this thread, before anything is sent.
+            **options: As for ``send``; the same for all.
+
+        Returns:
+            One ``Sent`` for each body, in order.
+
+        Raises:
+            PartialSend: Only some were accepted; its ``results`` says which.
+            LifecycleError: As ``send``.
+            QueueError: As ``QueueService.send_many``.
+        """
+        many: list[object] = list(bodies)  # reading an iterator may block, and must not in the loop
+        return self._in_loop(
+            "send_many", lambda: self._sends.send_many(_name(channel), many, **options)
+        )
+
+
+class SyncSender(BlockingSends):
     """The sends of a ``QueueService`` for other threads, such as a synchronous handler's.
 
     A service has one as ``service.sync``. Each call blocks its thread until the broker has
@@ -64,91 +160,10 @@ class SyncSender:
     """
 
     def __init__(self, service: AsyncSender, caller: Callable[[str], LoopCaller]) -> None:
-        self._service = service
+        self._sends = service
         self._caller = caller
 
-    @overload
-    def send(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
-    @overload
-    def send(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    def send(
-        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """Send one message to a queue and wait until the broker has confirmed it.
-
-        Args:
-            channel: The queue, by its ``Channel`` or its name.
-            body: What is sent; checked against the channel's type.
-            **options: ``priority``, ``delay`` and ``ttl`` in seconds, ``key``, ``headers``.
-
-        Returns:
-            The message's id and, where the broker knows it, its position.
-
-        Raises:
-            LifecycleError: In the thread of the service's event loop, before ``start``, after
-                ``shutdown``, in a forked process, or if the event loop ends meanwhile.
-            QueueError: As ``QueueService.send``.
-        """
-        return self._call("send", lambda: self._service.send(_name(channel), body, **options))
-
-    @overload
-    def publish(self, channel: Channel[T], body: T, **options: Unpack[SendOptions]) -> Sent: ...
-    @overload
-    def publish(self, channel: str, body: object, **options: Unpack[SendOptions]) -> Sent: ...
-    def publish(
-        self, channel: Channel[T] | str, body: T | object, **options: Unpack[SendOptions]
-    ) -> Sent:
-        """Publish one message to a topic and wait until the broker has confirmed it.
-
-        Args:
-            channel: The topic, by its ``Channel`` or its name.
-            body: What is published; checked against the channel's type.
-            **options: As for ``send``.
-
-        Returns:
-            The message's id.
-
-        Raises:
-            LifecycleError: As ``send``.
-            QueueError: As ``QueueService.publish``.
-        """
-        return self._call("publish", lambda: self._service.publish(_name(channel), body, **options))
-
-    @overload
-    def send_many(
-        self, channel: Channel[T], bodies: Iterable[T], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
-    @overload
-    def send_many(
-        self, channel: str, bodies: Iterable[object], **options: Unpack[SendOptions]
-    ) -> list[Sent]: ...
-    def send_many(
-        self,
-        channel: Channel[T] | str,
-        bodies: Iterable[T] | Iterable[object],
-        **options: Unpack[SendOptions],
-    ) -> list[Sent]:
-        """Send many messages to a queue and wait until the broker has confirmed them.
-
-        Args:
-            channel: The queue, by its ``Channel`` or its name.
-            bodies: What is sent. An iterator is read in this thread, before anything is sent.
-            **options: As for ``send``; the same for all.
-
-        Returns:
-            One ``Sent`` for each body, in order.
-
-        Raises:
-            PartialSend: Only some were accepted; its ``results`` says which.
-            LifecycleError: As ``send``.
-            QueueError: As ``QueueService.send_many``.
-        """
-        many: list[object] = list(bodies)  # reading an iterator may block, and must not in the loop
-        return self._call(
-            "send_many", lambda: self._service.send_many(_name(channel), many, **options)
-        )
-
-    def _call(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
+    def _in_loop(self, operation: str, work: Callable[[], Coroutine[object, object, R]]) -> R:
         caller = self._caller(operation)
         if running_loop() is caller.loop:
             raise LifecycleError(
