@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qkit.backends.native import NativeBackend
 from qkit.errors import ConfigError, LifecycleError, LogDamaged, QueueFull, Unsupported
 from qkit.message import GROUP
 from qkit.native import Engine
+from qkit.native.config import QueueConfig
 from qkit.native.delivery import Delivery
 from qkit.native.disk import Disk
 from qkit.native.segment import name_of
@@ -550,3 +552,43 @@ async def test_limits_that_change_while_a_message_is_on_its_way_do_not_refuse_it
         assert (await engine.stats("orders")).depth == 2
         with pytest.raises(QueueFull):
             await engine.publish("orders", b"")
+
+
+def limits(engine: Engine, name: str) -> tuple[int, int, float, int | None, str | None]:
+    config = engine.catalogue.find(name, "test").config
+    return (
+        config.max_depth,
+        config.max_priority,
+        config.ack_deadline,
+        config.max_deliveries,
+        config.dead_letter,
+    )
+
+
+async def test_what_no_declaration_set_follows_the_settings_of_the_owner(tmp_path):
+    async with await Engine.open(tmp_path) as engine:
+        engine.catalogue.declare("plain", {}, defaults={"dead_letter": "plain_dlq"})
+        engine.catalogue.declare("named", {"max_priority": 9, "max_deliveries": 4})
+        engine.catalogue.declare("none", {"dead_letter": None, "ack_deadline": 30.0})
+        await engine.create("own", max_depth=7, max_retries=None)
+        assert limits(engine, "plain") == (100_000, 9, 30.0, None, "plain_dlq")
+    defaults = QueueConfig(max_depth=50, max_priority=20, ack_deadline=5, max_deliveries=None)
+    for _ in range(2):
+        async with await Engine.open(tmp_path, defaults=defaults) as engine:
+            assert limits(engine, "plain") == (50, 20, 5, None, "plain_dlq")
+            assert limits(engine, "named") == (50, 9, 5, 4, None)
+            assert limits(engine, "none") == (50, 20, 30.0, None, None)
+            engine.catalogue.declare("none", {}, defaults={"dead_letter": "none_dlq"})
+            assert limits(engine, "none")[-1] is None, "its consumer wanted none"
+            assert limits(engine, "own")[0] == 7
+            await engine.storage.tidy()  # the second time it comes from a snapshot
+
+
+async def test_a_record_of_the_first_version_sets_what_is_not_the_default(tmp_path):
+    async with await Engine.open(tmp_path) as engine:
+        journal = engine.storage.journal
+        journal.declare("old", None, asdict(QueueConfig(max_priority=3, max_deliveries=3)))
+        await engine.written()
+    defaults = QueueConfig(max_depth=50, max_priority=20, ack_deadline=5, max_deliveries=None)
+    async with await Engine.open(tmp_path, defaults=defaults) as engine:
+        assert limits(engine, "old") == (50, 3, 5, 3, None)
