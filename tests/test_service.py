@@ -37,6 +37,7 @@ from qkit import (
     consume,
 )
 from qkit.backend import Capabilities, QueueSpec, Support
+from qkit.backends.native import NativeBackend
 from qkit.events import Event, Reconnected
 from qkit.testing import TestService
 from qkit.testing.clock import VirtualClock
@@ -1317,3 +1318,35 @@ async def test_a_backend_that_cannot_be_administered_says_so(virtual_clock: Virt
                 await operation("orders")
         with pytest.raises(Unsupported, match="faulty offers no dead_letters"):
             service.dead_letters("orders")
+
+
+async def test_a_consumer_that_subscribes_again_declares_only_what_is_gone(
+    virtual_clock: VirtualClock,
+) -> None:
+    declared: list[QueueSpec] = []
+
+    class Losing(NativeBackend):
+        async def declare(self, spec: QueueSpec) -> None:
+            declared.append(spec)
+            await super().declare(spec)
+
+    @consume("orders")
+    async def handle(body: int) -> None: ...
+
+    backend = Losing(clock=virtual_clock)
+    service = QueueService(Settings(type="native"), backend=backend, clock=virtual_clock)
+    service.register(handle)
+    async with service:
+        assert [(spec.name, spec.again) for spec in declared] == [
+            ("orders_dlq", False),
+            ("orders", False),
+        ]
+        declared.clear()
+        await backend.delete("orders")
+        await virtual_clock.advance(5)
+        assert [(spec.name, spec.again) for spec in declared] == [
+            ("orders_dlq", True),
+            ("orders", True),
+        ]
+        assert declared[-1].max_deliveries == 3
+        assert await service.queues() == ["orders", "orders_dlq"]

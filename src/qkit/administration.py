@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from qkit.backend import Admin, Backend, QueueStats
+from qkit.backend import Admin, Backend, QueueStats, UnheardReporting
 from qkit.config import Settings
 from qkit.dead_letters import DeadLetters
-from qkit.errors import Unsupported
+from qkit.errors import PartialSend, QueueError, Unsupported
 from qkit.message import GROUP, Envelope, Message, Sent, check_name
 from qkit.producer import Producer
 from qkit.routes import Routes
@@ -74,6 +74,8 @@ class Administration:
 
         async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
             topic = any(GROUP in envelope.headers for envelope in envelopes)
+            if isinstance(self._backend, UnheardReporting):
+                return await self._replay_heard(self._backend, name, envelopes, topic=topic)
             return await self._producer.replay(name, envelopes, topic=topic)
 
         return DeadLetters(
@@ -82,6 +84,35 @@ class Administration:
             queue=self._settings.broker_name(self._settings.dead_letter_name(check_name(name))),
             send=send_again,
         )
+
+    async def _replay_heard(
+        self, backend: UnheardReporting, name: str, envelopes: Sequence[Envelope], *, topic: bool
+    ) -> list[Sent]:
+        """Replay one by one where messages without a subscriber are lost; those are refused.
+
+        A message that another send lost at the same moment may refuse one too many, never one too
+        few.
+        """
+        results: list[Sent | QueueError] = []
+        for envelope in envelopes:
+            before = backend.unheard
+            sent = await self._producer.replay(name, [envelope], topic=topic)
+            if backend.unheard == before:
+                results += sent
+                continue
+            results.append(
+                QueueError(
+                    "no subscriber received the message, so its dead letter is kept: start a "
+                    "consumer of the channel first",
+                    backend=self._backend.name,
+                    operation="replay",
+                    queue=name,
+                    message_id=envelope.id,
+                )
+            )
+        if any(isinstance(item, QueueError) for item in results):
+            raise PartialSend.of(results, backend=self._backend.name, queue=name)
+        return [item for item in results if isinstance(item, Sent)]
 
     def _queue(self, name: str) -> str:
         return self._settings.broker_name(check_name(name))

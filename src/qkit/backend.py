@@ -110,6 +110,8 @@ class QueueSpec:
             that queue too, with ``drop_oldest`` and its own ``max_depth``. Set only if
             ``consumed``; otherwise it applies unless a consumer has set it.
         consumed: Whether the service that declares it also consumes it.
+        again: The service has declared it before and only makes sure that it still exists: what
+            exists stays as it is, because another service may have declared it since.
         max_priority: Highest priority that a send may have.
         max_depth: Messages that the queue holds before a send raises ``QueueFull``.
         drop_oldest: A dead-letter queue: when it is full, the oldest message is dropped.
@@ -134,6 +136,7 @@ class QueueSpec:
     replicas: int = 1
     passive: bool = False
     consumed: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -223,8 +223,9 @@ class Executor:
             return Dead(
                 Reason.MAX_RETRIES_EXCEEDED,
                 QueueError(
-                    f"delivered {envelope.attempt - 1} times and never settled: its handler may "
-                    "kill the worker"
+                    f"delivery {envelope.attempt} is beyond max_attempts="
+                    f"{self.policy.max_attempts}: earlier ones were never settled, as when a "
+                    "handler kills its worker, or another service allows more attempts"
                 ),
                 called=False,
             )

@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
 from qkit._coroutines import shown_as
@@ -127,15 +128,18 @@ class Producer:
         async with self._declaring:
             if route.declared:
                 return
-            if route.dead_letter is not None:
-                await self._backend.declare(route.dead_letter)
-            await self._backend.declare(route.spec)
-            route.declared = True
+            await self._declare(route, again=False)
 
     async def declare_again(self, route: Route) -> None:
-        """Declare a channel that may be gone."""
-        route.declared = False
-        await self.declare(route)
+        """Declare a channel that may be gone; what another service declared since stays."""
+        async with self._declaring:
+            await self._declare(route, again=True)
+
+    async def _declare(self, route: Route, *, again: bool) -> None:
+        if route.dead_letter is not None:
+            await self._backend.declare(replace(route.dead_letter, again=again))
+        await self._backend.declare(replace(route.spec, again=again))
+        route.declared = True
 
     def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
         if options:

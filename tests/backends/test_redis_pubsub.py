@@ -18,7 +18,13 @@ from qkit.backends.redis import frame, listening
 from qkit.backends.redis.listening import Listening
 from qkit.backends.redis_pubsub import RedisPubSubBackend
 from qkit.clock import SystemClock
-from qkit.errors import BackendUnavailable, MessageNotFound, QueueNotFound, SubscriptionLost
+from qkit.errors import (
+    BackendUnavailable,
+    MessageNotFound,
+    QueueError,
+    QueueNotFound,
+    SubscriptionLost,
+)
 from qkit.message import GROUP, Envelope
 from qkit.opening import open_backend
 from tests.support.private_brokers import PrivateBroker, private_broker
@@ -189,6 +195,45 @@ async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while
         for _ in range(2):
             await backend.publish(other, [Envelope("a", b"1")])
     assert len([record for record in caplog.records if other in record.getMessage()]) == 2
+
+
+async def test_a_replay_without_a_subscriber_keeps_the_dead_letters(
+    redis_url: str, name: str
+) -> None:
+    def service(*handlers: object) -> QueueService:
+        made = QueueService(
+            Settings(type="redis", mode="pubsub", url=redis_url, retry={"enabled": False})
+        )
+        for handler in handlers:
+            made.register(handler)
+        return made
+
+    broken, got = True, list[str]()
+
+    @consume(name)
+    async def handle(body: str) -> None:
+        if broken:
+            raise RuntimeError("planted")
+        got.append(body)
+
+    async with service(handle), service() as other:
+        await other.send(name, "a")
+        await other.send(name, "b")
+        await eventually(lambda: has_letters(other, name, 2))
+    async with service() as tool:
+        with pytest.raises(QueueError, match="no subscriber received the message"):
+            await tool.dead_letters(name).replay()
+        assert len(await tool.dead_letters(name).list()) == 2
+        broken = False
+        async with service(handle):
+            assert await tool.dead_letters(name).replay() == 2
+            await eventually(lambda: len(got) == 2)
+        assert await tool.dead_letters(name).list() == []
+
+
+async def has_letters(service: QueueService, name: str, count: int) -> bool:
+    """For conditions."""
+    return len(await service.dead_letters(name).list()) == count
 
 
 async def test_a_replay_is_for_its_group_alone(backend: RedisPubSubBackend, name: str) -> None:

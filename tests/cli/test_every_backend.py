@@ -52,17 +52,18 @@ def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
 
 
 @pytest.mark.broker
-def test_a_send_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
+def test_sending_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
     redis_url: str,
 ) -> None:
     runner = CliRunner()
     name = f"orders-{uuid.uuid4().hex[:8]}"
     redis = {"QKIT_TYPE": "redis", "QKIT_URL": redis_url}
-    with pytest.warns(DeprecationWarning, match="without a mode"):
-        result = runner.invoke(app, ["send", name, "1"], env=redis)
-    assert result.exit_code == 2, result.output
-    assert "mode='list'" in result.stderr
-    assert "mode='pubsub'" in result.stderr
+    for command in (["send", name, "1"], ["dlq", "replay", name]):
+        with pytest.warns(DeprecationWarning, match="without a mode"):
+            result = runner.invoke(app, command, env=redis)
+        assert result.exit_code == 2, result.output
+        assert "mode='list'" in result.stderr
+        assert "mode='pubsub'" in result.stderr
     redis["QKIT_MODE"] = "pubsub"
     result = runner.invoke(app, ["send", name, "1"], env=redis)
     assert result.exit_code == 1, result.output

@@ -130,6 +130,8 @@ class NativeBackend:
         if spec.passive:
             self._engine.catalogue.find(spec.name, "declare")
             return
+        if spec.again and spec.name in self._engine.catalogue.channels:
+            return
         if spec.replicas > 1:
             raise ConfigError(
                 "the native backend is one process and keeps no replicas: set replicas=1",

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
+from aiormq import exceptions
 from pamqp.commands import Basic
 
 from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
@@ -13,7 +14,7 @@ from qkit.backends.rabbit import properties
 from qkit.backends.rabbit.administration import Administration
 from qkit.backends.rabbit.connection import Address, Link
 from qkit.backends.rabbit.delay import LONGEST, Cascade
-from qkit.backends.rabbit.failures import DRIVER_ERRORS, translated
+from qkit.backends.rabbit.failures import translated
 from qkit.backends.rabbit.properties import FRAME, USUAL_PRIORITY
 from qkit.backends.rabbit.publishing import Outgoing, Publisher
 from qkit.backends.rabbit.subscription import RabbitSubscription
@@ -227,7 +228,10 @@ class RabbitMQBackend(Administration):
                 # Somebody else made the queue, perhaps for programs that know no delays.
                 topic = spec is not None and spec.broadcast and queue == spec.name
                 await self._topology.bind_delays(channel, queue, topic=topic)
-            except DRIVER_ERRORS as error:
+            except (
+                exceptions.ChannelNotFoundEntity,
+                exceptions.ChannelAccessRefused,
+            ) as error:
                 raise ConfigError(
                     "delays and retries need qkit.delay, which this vhost does not have, or to "
                     "which the queue may not be bound, and declare='passive' creates nothing: "

@@ -94,7 +94,7 @@ class RedisListBackend:
                 await self._check_replicas(spec.replicas)
                 self._replicas = spec.replicas
             kind = "topic" if spec.broadcast else "queue"
-            told = [] if spec.passive else [kind, *_declaration(spec)]
+            told = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
             if not spec.passive:
                 await self.link.command("SADD", QUEUES, spec.name)
             found = await self._run(scripts.DECLARE, Place.of(spec.name), *told)

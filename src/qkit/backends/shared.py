@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -267,11 +267,8 @@ class SharedBackend:
                 role.backend.on_dead_letter(callback)
             for callback in self._drop_callbacks:
                 role.backend.on_dropped_letter(callback)
-            # What exists stays as it is: another process may have declared it since.
-            existing = set(await role.backend.queues())
             for spec in tuple(self._specs.values()):
-                if spec.name not in existing:
-                    await role.backend.declare(spec)
+                await role.backend.declare(replace(spec, again=True))
             if isinstance(role.backend, SocketBackend):
                 role.backend.check()  # perhaps it broke before anybody watched
         except BaseException:

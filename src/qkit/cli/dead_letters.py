@@ -15,7 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, run, service
+from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, find_settings, run, service
 from qkit.cli.queues import figures
 from qkit.cli.terminal import (
     ago,
@@ -246,6 +246,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Send dead letters to their queue again, all unless a filter says which."""
+    find_settings(config).require_mode()
     choice = _choice(ids, reason, error, older_than, newer_than, limit)
 
     async def main() -> tuple[list[DeadLetter], int]:

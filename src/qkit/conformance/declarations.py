@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -187,6 +188,19 @@ class Declarations(Harness):
         async with self.subscribe(backend, name, ack_deadline=LEASE) as subscription:
             attempts = [(await self.take(subscription))[0].envelope.attempt for _ in range(6)]
         assert attempts == [1, 2, 3, 4, 5, 6]
+
+    @requires("queues", "lease")
+    async def test_a_consumer_that_subscribes_again_leaves_newer_declarations(
+        self, backend: Backend, name: str
+    ) -> None:
+        """An old version that reconnects after the new one started does not undo it."""
+        old = await self.declare(backend, name, max_deliveries=1, consumed=True)
+        await self.declare(backend, name, max_deliveries=5, consumed=True)
+        await backend.declare(replace(old, again=True))
+        await self.put(backend, name, "x")
+        async with self.subscribe(backend, name, ack_deadline=LEASE) as subscription:
+            attempts = [(await self.take(subscription))[0].envelope.attempt for _ in range(3)]
+        assert attempts == [1, 2, 3]
 
     @requires("queues", "lease", "dead_letters")
     async def test_the_last_consumer_says_how_often_a_message_may_crash(

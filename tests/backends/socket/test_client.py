@@ -187,13 +187,13 @@ async def test_a_stopped_subscription_settles_and_fetches_nothing(owner: Any) ->
 
 async def test_settlements_of_one_turn_have_each_their_own_answer(owner: Any) -> None:
     client = await owner.client()
-    await client.declare(QueueSpec(name="q", ack_deadline=0.05))
+    await client.declare(QueueSpec(name="q", ack_deadline=1.0))
     await client.publish("q", [Envelope(str(n), b"") for n in range(3)])
     async with client.subscribe(spec()) as subscription:
         one, two, three = await subscription.receive(3)
         await subscription.extend(two, 30)
         await subscription.extend(three, 30)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(1.5)
         two.envelope.headers["seen"] = "yes"
         calls = [subscription.ack(one), subscription.release(two, 0.0), subscription.ack(three)]
         late, released, done = await asyncio.gather(*calls, return_exceptions=True)
@@ -373,3 +373,34 @@ async def test_a_subscription_that_was_cancelled_while_it_opened_leaves_nothing(
             await opening.result().leave()
         await client.ping()
     assert (await client.stats("q")).consumers == 0
+
+
+async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
+    owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 0.1 does, which refuses what it does not know."""
+
+    def strict(cls: type, body: bytes) -> Any:
+        values = wire.decode_json(body)
+        for name in ("consumed", "again", "needs_delay"):
+            if name in values:
+                raise wire.WireError(
+                    f"no {cls.__name__}: got an unexpected keyword argument {name}"
+                )
+        return cls(**values)
+
+    monkeypatch.setattr(wire, "decode_record", strict)
+    client = await owner.client()
+    await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True))
+    await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True, again=True))
+    await client.publish("new", [Envelope("a", b"")])
+    subscription = SubscriptionSpec(
+        queue="new", group="g", consumer="c", prefetch=1, needs_delay=True
+    )
+    async with client.subscribe(subscription) as opened:
+        assert [item.envelope.id for item in await opened.receive(1)] == ["a"]
+
+
+def test_a_field_of_a_later_version_is_passed_over() -> None:
+    body = wire.encode_json({"name": "q", "max_depth": 3, "of_a_later_version": True})
+    assert wire.decode_record(QueueSpec, body) == QueueSpec(name="q", max_depth=3)

@@ -186,7 +186,9 @@ class Topology:
 
     def _wrong_type(self, name: str, found: Difference) -> ConfigError:
         there = found.value or ("classic" if self.quorum else "quorum")
-        advice = "set replicas above 1" if there == "quorum" else "set replicas=1"
+        advice = {"classic": "set replicas=1", "quorum": "set replicas above 1"}.get(
+            str(there), "name another channel"
+        )
         return ConfigError(
             f"the queue {name!r} exists as a {there} queue and replicas={self.replicas} asks for "
             f"a {'quorum' if self.quorum else 'classic'} queue: {advice}, or delete the queue",

@@ -8,22 +8,23 @@ from qkit.backends.redis.lua import Script
 
 __all__ = ["ACK", "CLAIM", "DECLARE", "EXTEND", "JOIN", "PLAIN", "RELEASE", "SEND"]
 
-# ARGV: base, kind, default dead-letter queue (or ''), then fields and values. What is set, the last
-# declaration sets; a default applies where nothing was set. Without a kind: whatever there is, also
-# a plain list that another program made; false if nothing.
+# ARGV: base, kind, 1 to leave what exists as it is, default dead-letter queue (or ''), then fields
+# and values. What is set, the last declaration sets; a default applies where nothing was set.
+# Without a kind: whatever there is, also a plain list that another program made; false if nothing.
 DECLARE: Final = Script(
     r"""
 local kind = redis.call('HGET', KEYS[1], 'kind')
 local wanted = ARGV[2] or (redis.call('LLEN', KEYS[2]) > 0 and 'queue')
 if kind and kind ~= wanted then return kind end
 if not wanted then return false end
+if kind and ARGV[3] == '1' then return kind end
 redis.call('HSET', KEYS[1], 'kind', wanted)
 -- Tokens count on from the time of the first declaration in microseconds, so that a queue that was
 -- deleted and made again never names what an old consumer still holds.
 local t = redis.call('TIME')
 redis.call('HSETNX', KEYS[1], 'seq', string.format('%.0f', t[1] * 1000000 + t[2]))
-if ARGV[3] and ARGV[3] ~= '' then redis.call('HSETNX', KEYS[1], 'dead_letter', ARGV[3]) end
-for i = 4, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if ARGV[4] and ARGV[4] ~= '' then redis.call('HSETNX', KEYS[1], 'dead_letter', ARGV[4]) end
+for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
 return wanted
 """,
     library=False,

@@ -55,7 +55,9 @@ class SocketSubscription:
 
     async def open(self, spec: SubscriptionSpec) -> None:
         """Subscribe; raises what the owner raises."""
-        self.number, opened = self._link.begin(wire.SUBSCRIBE, wire.encode_record(spec))
+        self.number, opened = self._link.begin(
+            wire.SUBSCRIBE, wire.encode_record(spec, leave_out=("needs_delay",))
+        )
         try:
             await opened
         except asyncio.CancelledError:  # the owner may have opened it already

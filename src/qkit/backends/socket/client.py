@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from qkit.backend import (
     Capabilities,
@@ -27,6 +27,8 @@ from qkit.logs import logger
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["SocketBackend"]
+
+SINCE_VERSION_0_1: Final = ("consumed", "again")  # fields of QueueSpec that it does not know
 
 
 class SocketBackend:
@@ -81,8 +83,18 @@ class SocketBackend:
             self._refuse("check", None)
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; see ``NativeBackend.declare``."""
-        await self._ask("declare", wire.DECLARE, wire.encode_record(spec), spec.name)
+        """Make sure the queue exists; see ``NativeBackend.declare``.
+
+        An owner of version 0.1 refuses fields that it does not know. It gets the rest, and decides
+        by the rules of its version.
+        """
+        try:
+            await self._ask("declare", wire.DECLARE, wire.encode_record(spec), spec.name)
+        except QueueError as error:
+            if "unexpected keyword argument" not in error.message:
+                raise
+            older = wire.encode_record(spec, leave_out=SINCE_VERSION_0_1)
+            await self._ask("declare", wire.DECLARE, older, spec.name)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -370,23 +370,24 @@ def decode_number(body: bytes) -> int:
     return int(number)
 
 
-def encode_record(record: QueueSpec | SubscriptionSpec) -> bytes:
-    """A specification by its fields, without those that have their default.
-
-    So an owner of an older version understands it, unless it uses what that version lacks.
-    """
+def encode_record(
+    record: QueueSpec | SubscriptionSpec, *, leave_out: Collection[str] = ()
+) -> bytes:
+    """A specification by its fields, without those that have their default or are left out."""
     values = asdict(record)
     for field in fields(record):
-        if values[field.name] == field.default:
+        if values[field.name] == field.default or field.name in leave_out:
             del values[field.name]
     return encode_json(values)
 
 
 def decode_record(cls: type[R], body: bytes) -> R:
-    """What ``encode_record`` wrote; ``WireError`` for a field that this version does not know."""
+    """What ``encode_record`` wrote; a field that this version does not know is passed over."""
+    known = {field.name for field in fields(cls)}
     try:
-        return cls(**decode_json(body))
-    except TypeError as error:
+        values = cast("dict[str, Any]", decode_json(body))
+        return cls(**{name: value for name, value in values.items() if name in known})
+    except (AttributeError, TypeError) as error:
         raise WireError(f"no {cls.__name__}: {error}") from error
 
 
