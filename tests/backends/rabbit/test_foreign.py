@@ -265,20 +265,90 @@ async def test_a_copy_that_is_retried_keeps_what_the_driver_cannot_write(
     assert third.headers == seen
 
 
-async def test_headers_that_do_not_even_fit_compressed_are_dropped_and_the_letter_is_written(
+SMALL = {"tenant": "acme", "traceparent": "00-1-2-01", **{f"h{n}": str(n) for n in range(9)}}
+
+
+def beside(*large: tuple[bytes, bytes]) -> RawProperties:
+    """Small headers and large binary ones, in the order of their names."""
+    small = [(name.encode(), long(value.encode())) for name, value in SMALL.items()]
+    entries = sorted([*small, *((name, long(value)) for name, value in large)])
+    return RawProperties(headers=table(*entries))
+
+
+@pytest.mark.parametrize("size", [40_000, 57_000, 100_000, 130_000])
+async def test_a_retry_keeps_a_large_binary_header_and_all_others(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str, size: int
+) -> None:
+    noise = random.Random(7).randbytes(size)
+    await declare(backend, name)
+    await raw.basic_publish(b"7", routing_key=name, properties=beside((b"big", noise)))
+    async with backend.subscribe(spec(name)) as subscription:
+        (first,) = await take(subscription)
+        seen = dict(first.envelope.headers)
+        assert kept(seen) == {"header:big": noise}
+        await subscription.release(first, 0.0)
+        (second,) = await take(subscription)
+        assert second.envelope.headers == seen
+        await subscription.release(second, 0.0)
+    copy = await raw.basic_get(name, no_ack=True)
+    found = dict(copy.header.properties.headers or {})
+    found.pop("x-delivery-count", None)
+    assert found == {**SMALL, "big": noise, "qkit-attempts": 2}
+
+
+async def test_a_retry_keeps_the_bytes_of_what_does_not_go_back_as_it_came(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    """A name beyond 128 bytes is packed, and ``CC`` is carried under another name."""
+    names = (b"qkit-header-CC", b"changed", b"same", b"x" * 200)
+    headers = table(
+        *((item, long(LATIN)) for item in names),
+        (LATIN, long(LATIN)),
+        (b"qkit-key", long(LATIN)),
+    )
+    odd = RawProperties(headers=headers, app_id=short(LATIN), message_id=short(LATIN))
+    await declare(backend, name)
+    await raw.basic_publish(b"7", routing_key=name, properties=odd)
+    async with backend.subscribe(spec(name)) as subscription:
+        (first,) = await take(subscription)
+        first.envelope.headers["changed"] = "by the handler"
+        seen = dict(first.envelope.headers)
+        await subscription.release(first, 0.0)
+        (second,) = await take(subscription)
+    assert kept(second.envelope.headers) == kept(seen)
+    assert {**second.envelope.headers, "qkit-raw": ""} == {**seen, "qkit-raw": ""}
+
+
+@pytest.mark.parametrize("size", [40_000, 57_000, 100_000, 129_000])
+async def test_a_dead_letter_keeps_a_large_binary_header_and_all_others(
+    start: Callable[..., Any], raw: aiormq.Channel, name: str, size: int
+) -> None:
+    noise = random.Random(7).randbytes(size)
+    async with start() as worker:
+        await raw.basic_publish(b"seven", routing_key=name, properties=beside((b"big", noise)))
+        for _ in range(2):  # as it died, and when it was replayed
+            (letter,) = await worker.letters(1)
+            assert kept(letter.headers) == {"header:big": noise}
+            assert letter.headers["big"] == noise.decode(errors="backslashreplace")
+            assert {item: letter.headers[item] for item in SMALL} == SMALL
+            assert "qkit-dropped-headers" not in letter.headers
+            assert await worker.service.dead_letters(name).replay() == 1
+
+
+async def test_headers_that_do_not_even_fit_compressed_are_dropped_the_largest_first(
     start: Callable[..., Any], raw: aiormq.Channel, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    noise = random.Random(7).randbytes(130_000)
-    headers = table((b"noise", long(noise)), (b"small", long(b"1")))
+    noise = random.Random(7).randbytes(130_700)
+    odd = beside((b"middle", noise[:20_000]), (b"noise", noise[20_000:]))
     async with start() as worker:
-        await raw.basic_publish(
-            b"seven", routing_key=name, properties=RawProperties(headers=headers)
-        )
+        await raw.basic_publish(b"seven", routing_key=name, properties=odd)
         (letter,) = await worker.letters(1)
         await worker.next_arrives()
-    assert letter.headers["small"] == "1"
-    assert letter.headers["qkit-dropped-headers"] == "2"
-    assert "2 of 3 headers do not fit" in caplog.text
+    assert {item: letter.headers[item] for item in SMALL} == SMALL
+    assert kept(letter.headers) == {"header:middle": noise[:20_000]}
+    assert "noise" not in letter.headers
+    assert letter.headers["qkit-dropped-headers"] == "1"
+    assert "1 of 13 headers do not fit" in caplog.text
 
 
 shorts = st.binary(max_size=255)

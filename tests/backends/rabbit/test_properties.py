@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from qkit import Header, Message, QueueService, Settings, consume
 from qkit.backend import (
     QueueSpec,
 )
+from qkit.backends.rabbit import properties
 from qkit.backends.rabbit.properties import encode
 from qkit.backends.rabbitmq import RabbitMQBackend
 from qkit.clock import SystemClock
@@ -284,3 +286,51 @@ async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> No
     frames: list[Any] = [Basic.Publish(routing_key=name), header, ContentBody(body)]
     await raw.write_queue.put(ChannelFrame.marshall(raw.number, frames))
     await eventually(lambda: ready(raw, name))
+
+
+def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes ten times as long as all the rest."""
+    original = Basic.Properties(message_id="1", headers={"tenant": "acme", "number": 7})
+    envelope = properties.decode(original, b"")
+    measured: list[int] = []
+    marshal = Basic.Properties.marshal
+
+    def counted(item: Basic.Properties) -> bytes:
+        measured.append(1)
+        return marshal(item)
+
+    monkeypatch.setattr(Basic.Properties, "marshal", counted)
+    again = properties.encode_again(envelope, original, attempts=1)
+    assert again.headers == {"tenant": "acme", "number": 7, "qkit-attempts": 1}
+    assert measured == []
+    envelope.headers["large"] = "x" * properties.FRAME
+    assert properties.encode_again(envelope, original, attempts=1).marshal()
+    assert measured
+
+
+@pytest.mark.parametrize("before", [None, {}])
+def test_many_headers_with_short_names_of_four_bytes_are_packed(
+    before: dict[str, Any] | None,
+) -> None:
+    letters = [chr(0x1F300 + number) for number in range(100)]
+    headers = {first + second: "" for first in letters for second in letters}
+    envelope = Envelope("1", b"", headers)
+    if before is None:
+        facts = properties.encode(envelope, now=1.0, priority=None, expire=False)
+    else:
+        original = Basic.Properties(headers=before)
+        facts = properties.encode_again(envelope, original, attempts=1)
+    assert len(facts.marshal()) < properties.FRAME
+    assert properties.decode(facts, b"").headers == headers
+
+
+def test_as_few_large_headers_as_possible_are_dropped() -> None:
+    noise = random.Random(7)
+    small = {f"h{number}": str(number) for number in range(50)}
+    large = {f"large{size}": noise.randbytes(size).hex() for size in range(30_000, 34_000, 500)}
+    envelope = Envelope("1", b"", small | large)
+    facts = properties.encode(envelope, now=1.0, priority=None, expire=False)
+    assert len(facts.marshal()) < properties.FRAME
+    found = properties.decode(facts, b"").headers
+    kept = [f"large{size}" for size in (30_000, 30_500, 31_000)]
+    assert found == small | {name: large[name] for name in kept} | {"qkit-dropped-headers": "5"}

@@ -20,7 +20,7 @@ from pamqp.commands import Basic
 
 from qkit.backends.rabbit.leniency import UNREADABLE, Unreadable, read_value
 from qkit.backends.rabbit.packing import LONGEST_NAME, PACKED, fit, unpack
-from qkit.backends.raw import keep, text_of
+from qkit.backends.raw import RAW, keep, kept, text_of
 from qkit.errors import InvalidHeader
 from qkit.message import (
     CONTENT_ENCODING,
@@ -114,7 +114,7 @@ def encode(
         table[DUE] = _milliseconds(due)
     if table:
         properties.headers = table
-        if size * 5 > frame:  # a character has at most four bytes, and a header a few more
+        if size * 5 > frame:  # a character has at most four bytes
             fit(properties, frame, envelope.headers, _is_fact)
     return properties
 
@@ -141,7 +141,9 @@ def encode_again(
         priority=original.priority,
         timestamp=original.timestamp,
     )
-    _write_headers(envelope.headers, before, again, table)
+    size = _write_headers(envelope.headers, before, again, table)
+    if RAW in table:
+        _omit_derived(table)
     if envelope.key is not None:
         table[KEY] = envelope.key
     if envelope.expires_at is not None:
@@ -151,7 +153,7 @@ def encode_again(
     if due is not None:
         table[DUE] = _milliseconds(due)
     again.headers = table or None
-    if table:
+    if size * 5 > frame:  # as in encode
         fit(again, frame, envelope.headers, _is_fact)
     return again
 
@@ -316,7 +318,7 @@ def _write_headers(
 
     Returns about how many characters they have; a name that is long for AMQP counts as a frame.
     """
-    size = 0
+    size = 2 * len(headers)  # AMQP adds six bytes to a header
     for name, value in headers.items():
         size += len(name) + len(value) if len(name) <= ORDINARY_NAME else FRAME
         if name == CONTENT_TYPE:
@@ -331,6 +333,25 @@ def _write_headers(
         else:
             table[_carried(name)] = value
     return size
+
+
+def _omit_derived(table: dict[str, Any]) -> None:
+    """Omit the bytes in ``qkit-raw`` that a binary header of ``table`` has too.
+
+    ``decode`` adds them again. A header whose name is too long is packed as text, without them.
+    """
+    derived: dict[str, bytes] = {}
+    for name, value in table.items():
+        if len(name.encode()) <= LONGEST_NAME:
+            _keep_value(value, f"header:{name}", derived)
+    if not derived or not isinstance(table[RAW], str):
+        return
+    found = kept(table)
+    rest = {entry: value for entry, value in found.items() if derived.get(entry) != value}
+    if len(rest) < len(found):
+        del table[RAW]
+        if rest:
+            keep(table, rest)
 
 
 def _read_headers(table: Table, envelope: Envelope, raw: dict[str, bytes]) -> None:
