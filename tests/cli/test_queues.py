@@ -9,7 +9,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from qkit import QueueService, Settings
+from qkit.native import importing
+from qkit.native.inbox import BulkWriter, bulks, commit
 from tests.support.cli import Shell
 
 
@@ -80,3 +84,36 @@ def test_it_talks_to_the_owner_of_a_directory_in_use(shell: Shell) -> None:
             assert (await owner.stats("orders")).depth == 1  # it is still the owner
 
     asyncio.run(both())
+
+
+def bulk(shell: Shell, queue: str) -> None:
+    with BulkWriter(shell.path, f"load-{queue}", 0) as part:
+        for number in range(5):
+            part.put(queue, b"%d" % number)
+    commit(shell.path, f"load-{queue}")
+
+
+def test_bulk_files_committed_before_are_seen(shell: Shell) -> None:
+    bulk(shell, "orders")
+    assert [row["queue"] for row in shell.json("queues")] == ["orders"]
+    assert bulks(shell.path) == []
+    bulk(shell, "audit")
+    assert [row["depth"] for row in shell.json("stats", "audit")] == [5]
+    bulk(shell, "letters")
+    assert len(shell.json("peek", "letters")) == 5
+
+
+def test_a_damaged_bulk_file_is_a_warning(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
+    bulk(shell, "bad")
+    file = shell.path / "inbox" / "load-bad" / "00000000.seg"
+    file.write_bytes(file.read_bytes()[:-30])
+    with BulkWriter(shell.path, "refused", 0) as part:
+        part.declare("none", {"max_depth": 0})
+    commit(shell.path, "refused")
+    bulk(shell, "orders")
+    result = shell.run("queues", "--json")
+    assert [row["queue"] for row in json.loads(result.stdout)] == ["orders"]
+    warnings = " ".join(result.stderr.split())
+    assert "load-bad/00000000.seg is not whole" in warnings
+    assert "max_depth is at least 1" in warnings

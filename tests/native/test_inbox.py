@@ -99,6 +99,22 @@ async def test_every_group_of_a_topic_gets_its_copy(tmp_path: Path) -> None:
                 assert delivery.body == b"tick"
 
 
+async def test_a_declared_queue_is_created_without_messages(tmp_path: Path) -> None:
+    with BulkWriter(tmp_path, "load", 0) as part:
+        part.declare("orders", {"max_priority": 20})
+        part.declare("prices", {"broadcast": True})
+    commit(tmp_path, "load")
+    with VirtualClock() as clock:
+        async with await Engine.open(tmp_path, clock=clock) as engine:
+            assert await engine.take_inbox() == 0
+            assert bulks(tmp_path) == []
+        async with await Engine.open(tmp_path, clock=clock) as engine:
+            assert await bodies(engine) == []
+            channels = engine.catalogue.channels
+            assert channels["orders"].config.max_priority == 20
+            assert channels["prices"].config.broadcast
+
+
 async def test_an_aborted_job_leaves_nothing(tmp_path: Path) -> None:
     bulk(tmp_path, "load")
     abort(tmp_path, "load")

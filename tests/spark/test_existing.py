@@ -20,11 +20,11 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from qkit.errors import BackendUnavailable, LogDamaged, QueueNotFound, StorageError
+from qkit.errors import BackendUnavailable, ConfigError, LogDamaged, QueueNotFound, StorageError
 from qkit.message import new_id
-from qkit.native import Engine
+from qkit.native import Engine, importing
 from qkit.native.inbox import BulkWriter, bulks, commit
-from qkit.spark import existing, stage
+from qkit.spark import stage
 from qkit.spark.columns import Columns
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan, plan_of
@@ -88,7 +88,7 @@ def between(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) ->
 def publish(options: dict[str, str], *bodies: int) -> None:
     """What a Spark job does: tasks write parts, the driver publishes them."""
     writer = BatchWriter(plan_of(options), Columns("text", ()))
-    batch = pa.RecordBatch.from_pylist([{"value": str(body)} for body in bodies])
+    batch = pa.RecordBatch.from_pydict({"value": [str(body) for body in bodies]})
     writer.commit([pickle.loads(pickle.dumps(writer)).write(iter([batch]))])
 
 
@@ -234,10 +234,14 @@ class TestBulkFiles:
         assert between(latest, begin, latest.latestOffset(begin, ReadAllAvailable())) == []
         assert stream(native, second) == [5]
 
+    def test_one_without_rows_creates_its_channel(self, native: dict[str, str]) -> None:
+        publish(native)
+        assert snapshot(native) == stream(native) == []
+
     def test_one_that_is_damaged_is_an_error_for_its_channel_alone(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(existing, "CHECK_AFTER_SECONDS", 0.2)
+        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
         path = Path(native["path"])
         with service_of(native) as service:
             service.send_many("orders", range(2))
@@ -253,11 +257,27 @@ class TestBulkFiles:
             with pytest.raises(LogDamaged, match="bad/00000000"):
                 read({**native, "channel": "other"})
 
+    def test_one_that_is_refused_is_an_error_for_its_channel_alone(
+        self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
+        path = Path(native["path"])
+        with service_of(native) as service:
+            service.send_many("orders", range(2))
+        with BulkWriter(path, "bad", 0) as part:
+            part.declare("other", {"max_depth": 0})
+            part.put("other", b"1")
+        commit(path, "bad")
+        assert stream(native) == snapshot(native) == [0, 1]
+        for read in (stream, snapshot):
+            with pytest.raises(ConfigError, match="max_depth"):
+                read({**native, "channel": "other"})
+
     def test_one_that_its_owner_does_not_import_is_an_outage(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(existing, "CHECK_AFTER_SECONDS", 0.1)
-        monkeypatch.setattr(existing, "GIVE_UP_AFTER_SECONDS", 0.3)
+        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.1)
+        monkeypatch.setattr(importing, "GIVE_UP_AFTER_SECONDS", 0.3)
         monkeypatch.setattr("qkit.backends.shared.SharedBackend.start", refuse)
         with owner(native) as process:
             os.kill(process.pid, signal.SIGSTOP)

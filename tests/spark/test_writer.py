@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from qkit.errors import (
     StorageError,
 )
 from qkit.message import new_id
+from qkit.native import Engine
+from qkit.native.config import QueueConfig
 from qkit.spark import native_log
 from qkit.spark.bodies import ids
 from qkit.spark.columns import Columns, columns_of
@@ -45,6 +49,31 @@ def subscriber(url: str, channel: str) -> Iterator[None]:
 
 
 class TestWriter:
+    @pytest.mark.parametrize(
+        ("more", "letters"),
+        [
+            ({}, "orders_dlq"),
+            ({"dead_letter.suffix": "-bad"}, "orders-bad"),
+            ({"dead_letter.enabled": "false"}, None),
+        ],
+        ids=str,
+    )
+    def test_a_new_native_channel_follows_the_settings_of_the_owner(
+        self, tmp_path: Path, more: dict[str, str], letters: str | None
+    ) -> None:
+        options = {"channel": "orders", "type": "native", "path": str(tmp_path), **more}
+        writer = BatchWriter(plan_of(options), Columns("text", ()))
+        batch = pa.RecordBatch.from_pylist([{"value": "1"}])
+        writer.commit([writer.write(iter([batch]))])
+        owner = QueueConfig(max_depth=3, max_priority=20, ack_deadline=5.0, max_deliveries=None)
+
+        async def imported() -> QueueConfig:
+            async with await Engine.open(tmp_path, defaults=owner) as engine:
+                assert await engine.take_inbox() == 1
+                return engine.catalogue.find("orders", "test").config
+
+        assert asyncio.run(imported()) == replace(owner, dead_letter=letters)
+
     @pytest.mark.parametrize("options", BROKERS, indirect=True)
     def test_rows_reach_the_channel_and_the_dead_letters(self, options: dict[str, str]) -> None:
         plan = plan_of(

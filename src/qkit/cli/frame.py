@@ -16,11 +16,12 @@ import typer
 from rich.text import Text
 
 from qkit.backend import Backend
-from qkit.cli.terminal import err, print_json, safe
+from qkit.cli.terminal import err, print_json, safe, tell
 from qkit.clock import SystemClock
 from qkit.config import Settings
 from qkit.errors import ConfigError, QueueError
 from qkit.logs import logger
+from qkit.native.importing import wait_for_import
 from qkit.opening import open_backend
 from qkit.service import QueueService
 
@@ -161,6 +162,12 @@ async def service_on(
         logging.getLogger(name).setLevel(logging.CRITICAL)
     backend = open_backend(settings, SystemClock())
     async with QueueService(settings, backend=backend) as running:
+        if settings.type == "native" and settings.path is not None:
+            for error in await wait_for_import(settings.path):
+                tell(
+                    f"warning: a bulk file in {settings.path / 'inbox'} is ignored: {error}",
+                    "yellow",
+                )
         yield running, backend
 
 

@@ -67,11 +67,11 @@ _LOG_ID: Final = b"qkit-bulk-file\0\0"
 
 
 class Bulk(NamedTuple):
-    """A message of a bulk file, and the name of its queue."""
+    """A message of a bulk file and the name of its queue, or the declaration of a queue."""
 
     queue: str
     content: bytes  # its record, with numbers of the file's own
-    message: Publish
+    message: Publish | None  # None: a declaration
     config: Mapping[str, object]  # of the queue, if it does not exist yet
 
 
@@ -83,8 +83,8 @@ class BulkWriter:
     ...     with BulkWriter(path, "load-1", 0) as part:
     ...         part.put("orders", b"{}", headers={"tenant": "acme"})
     ...     published = commit(path, "load-1")
-    ...     [(bulk.queue, bulk.message.body) for bulk in read_bulk(path, "load-1")]
-    [('orders', b'{}')]
+    ...     [item.message.body for item in read_bulk(path, "load-1") if item.message]
+    [b'{}']
     """
 
     def __init__(self, path: str | os.PathLike[str], job: str, part: int) -> None:
@@ -369,7 +369,7 @@ def _parts(path: str | os.PathLike[str], job: str) -> list[Path]:
 
 
 def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[Bulk]:
-    """The messages of a published job. Raises ``LogDamaged`` if a part is not whole."""
+    """The declarations and messages of a job. Raises ``LogDamaged`` if a part is not whole."""
     for part in _parts(path, job):
         yield from _read_part(part)
 
@@ -431,6 +431,7 @@ def _read_part(part: Path) -> Iterator[Bulk]:
         record = decode(content)
         if isinstance(record, Declare):
             queues[record.queue] = record
+            yield Bulk(record.name, content, None, record.config)
         elif isinstance(record, Publish):
             queue = queues[record.queue]
             yield Bulk(queue.name, content, record, queue.config)

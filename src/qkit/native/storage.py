@@ -337,7 +337,10 @@ class Storage:
         while chunk := await self._in_thread(lambda: list(islice(bulk, CHUNK))):
             messages: list[tuple[Sequence[DurableActor], bytes, Publish]] = []
             for queue, content, message, config in chunk:
-                targets, _ = channel(queue, config).targets(None)
+                target = channel(queue, config)
+                if message is None:
+                    continue
+                targets, _ = target.targets(None)
                 actors = [actor for actor in targets if isinstance(actor, DurableActor)]
                 if actors:
                     messages.append((actors, content, message))

@@ -5,27 +5,21 @@ A channel that does not exist is an error, never a result without rows, and no r
 
 from __future__ import annotations
 
-import asyncio
-import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
 
 from qkit.backend import Admin, Backend, QueueSpec
 from qkit.clock import SystemClock
-from qkit.errors import BackendUnavailable, LogDamaged, QueueNotFound
+from qkit.errors import BackendUnavailable, QueueNotFound
 from qkit.logs import logger
 from qkit.native.follow import channels
-from qkit.native.inbox import bulks, check_bulk, queues_of
+from qkit.native.importing import wait_for_import
+from qkit.native.inbox import bulks
 from qkit.opening import open_backend
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 
 __all__ = ["check_directory", "exists", "exists_in_log", "import_waiting", "start_for_reading"]
-
-POLL_SECONDS: Final = 0.05
-CHECK_AFTER_SECONDS: Final = 2.0  # without progress: look whether a bulk file is damaged
-GIVE_UP_AFTER_SECONDS: Final = 60.0  # without progress
 
 
 async def start_for_reading(backend: Backend, plan: Plan) -> None:
@@ -38,7 +32,7 @@ async def start_for_reading(backend: Backend, plan: Plan) -> None:
         check_directory(plan)
     await backend.start()
     if is_bulk(plan):
-        await wait_for_import(plan)
+        await _wait_for_import(plan)
 
 
 async def exists(backend: Backend, plan: Plan) -> bool:
@@ -117,6 +111,7 @@ async def import_waiting(plan: Plan) -> None:
     Raises:
         BackendUnavailable: They are not imported, although there is an owner.
         LogDamaged: A bulk file that may hold messages of this channel is damaged.
+        ConfigError: A bulk file declares this channel in a way that is refused.
     """
     path = check_directory(plan)
     if not bulks(path):
@@ -127,55 +122,12 @@ async def import_waiting(plan: Plan) -> None:
     except BackendUnavailable as error:  # an owner on another machine imports them as well
         logger.warning("%s: %s", plan.channel, error)
     try:
-        await wait_for_import(plan)
+        await _wait_for_import(plan)
     finally:
         await backend.aclose()
 
 
-async def wait_for_import(plan: Plan) -> None:
-    """Wait until the bulk files that are committed now are in the log; see ``import_waiting``."""
-    path = Path(native_path(plan))
-    waiting, state, since, checked = set(bulks(path)), None, time.monotonic(), False
-    while waiting := waiting & set(bulks(path)):
-        now, seen = time.monotonic(), (len(waiting), _log_bytes(path))
-        if seen != state:
-            state, since = seen, now
-        elif now - since >= CHECK_AFTER_SECONDS and not checked:
-            waiting -= await asyncio.to_thread(_damaged, plan, path, waiting)
-            checked = True
-        elif now - since >= GIVE_UP_AFTER_SECONDS:
-            raise BackendUnavailable(
-                f"{len(waiting)} bulk files in {path / 'inbox'} were not imported within "
-                f"{GIVE_UP_AFTER_SECONDS:g} s: look into the log of the process that owns the "
-                "directory",
-                backend="native",
-                operation="read",
-                queue=plan.channel,
-            )
-        await asyncio.sleep(POLL_SECONDS)
-
-
-def _log_bytes(path: Path) -> int:
-    """How much was written; it grows while a bulk file is imported."""
-    total = 0
-    for file in (path / "log").glob("*.seg"):
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:  # compaction has just replaced it
-            continue
-    return total
-
-
-def _damaged(plan: Plan, path: Path, jobs: set[str]) -> set[str]:
-    """Those of the jobs that cannot be imported and are of other channels."""
-    found: set[str] = set()
-    for job in jobs:
-        try:
-            check_bulk(path, job)
-        except LogDamaged as error:
-            named = queues_of(path, job)
-            if named is None or plan.queue in named:
-                raise
-            logger.warning("%s: ignoring a bulk file of another channel: %s", plan.channel, error)
-            found.add(job)
-    return found
+async def _wait_for_import(plan: Plan) -> None:
+    queues = {plan.queue, plan.settings.broker_name(plan.channel)}
+    for error in await wait_for_import(Path(native_path(plan)), queues):
+        logger.warning("%s: ignoring a bulk file of another channel: %s", plan.channel, error)

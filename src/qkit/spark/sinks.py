@@ -8,6 +8,7 @@ from typing import Final, Protocol
 
 from qkit.errors import ConfigError
 from qkit.message import Envelope
+from qkit.native.catalogue import DEAD_LETTER_SUFFIX
 from qkit.native.inbox import BulkWriter
 from qkit.routes import Route
 from qkit.spark.options import Plan
@@ -65,18 +66,11 @@ class BulkSink:
         self._letters = plan.settings.broker_name(plan.letters)
         self._priority = plan.settings.default_priority
         self._writer = BulkWriter(native_path(plan), staged, part)
-        spec = route.spec
-        self._writer.declare(
-            route.queue,
-            {
-                "broadcast": spec.broadcast,
-                "max_depth": plan.settings.max_depth,
-                "max_priority": plan.settings.max_priority,
-                "max_deliveries": spec.max_deliveries,
-                "ack_deadline": plan.settings.ack_deadline,
-                "dead_letter": spec.dead_letter,
-            },
-        )
+        # Everything else follows the settings of the process that owns the directory.
+        config: dict[str, object] = {"broadcast": route.spec.broadcast}
+        if route.spec.dead_letter != route.queue + DEAD_LETTER_SUFFIX:
+            config["dead_letter"] = route.spec.dead_letter
+        self._writer.declare(route.queue, config)
         self._buries = False
         self._letter_config: dict[str, object] = {
             "max_depth": plan.settings.dead_letter.max_size,
