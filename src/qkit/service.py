@@ -306,7 +306,6 @@ class QueueService:
 
         A second signal forces: handlers are cancelled at once and their messages given back.
         """
-        await self.start()
         loop = asyncio.get_running_loop()
 
         def first(name: str) -> None:
@@ -317,7 +316,9 @@ class QueueService:
             logger.warning("%s again: not waiting for handlers", name)
             self.force()
 
+        # Before the start, in which handlers may begin to work: a signal must not cut them off.
         with catch(loop, first, second):
+            await self.start()
             try:
                 await self._stop.wait()
             finally:

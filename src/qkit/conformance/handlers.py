@@ -151,7 +151,7 @@ class Handlers(Harness):
 
         service = await serve(place, bill)
         await service.send(f"{name}.orders", 1)
-        await self.until_threads(lambda: len(got) >= 3)
+        await self.until_threads(lambda: len(got) >= 3 and len(sent) >= 3)
         assert sorted(got) == [1, 2, 3]
         assert len({item.message_id for item in sent}) == 3
 
