@@ -390,4 +390,4 @@ class UnheardReporting(Protocol):
     """A backend that keeps no messages, and counts those that no subscriber received."""
 
     unheard: int
-    """Messages that were published while nobody subscribed, since the backend was made."""
+    """Messages that were published without a subscriber, since the backend was made."""

@@ -285,7 +285,7 @@ class Settings(BaseSettings):
     tls_cert_file: Path | None = Field(default=None, description="the client's certificate, PEM")
     tls_key_file: Path | None = Field(default=None, description="its key, PEM")
 
-    _implicit_mode: bool = PrivateAttr(default=False)  # Redis, and nobody said which mode
+    _implicit_mode: bool = PrivateAttr(default=False)  # Redis, and the mode is not set
 
     def __init__(
         self, _file: sources.File | None = None, /, **values: Unpack[SettingsValues]

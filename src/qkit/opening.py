@@ -15,8 +15,9 @@ from qkit.errors import ConfigError, LogLocked
 if TYPE_CHECKING:
     from qkit.backends.native import NativeBackend
     from qkit.native import Engine
+    from qkit.native.config import QueueConfig
 
-__all__ = ["open_backend"]
+__all__ = ["open_backend", "queue_defaults"]
 
 
 def open_backend(settings: Settings, clock: Clock) -> Backend:
@@ -54,7 +55,6 @@ def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
     from qkit.backends.shared import SharedBackend
     from qkit.backends.socket import wire
     from qkit.native import Engine
-    from qkit.native.config import QueueConfig
 
     async def own() -> tuple[NativeBackend, Engine]:
         engine = await Engine.open(
@@ -63,12 +63,7 @@ def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
             fsync_interval=settings.fsync_interval,
             memory_limit=settings.memory_limit,
             clock=clock,
-            defaults=QueueConfig(
-                max_depth=settings.max_depth,
-                max_priority=settings.max_priority,
-                max_deliveries=None,
-                ack_deadline=settings.ack_deadline,
-            ),
+            defaults=queue_defaults(settings),
         )
         return NativeBackend(engine=engine), engine
 
@@ -79,6 +74,18 @@ def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
         clock=clock,
         capabilities=DURABLE,
         max_frame=max(wire.MAX_FRAME, 2 * settings.max_message_bytes),
+    )
+
+
+def queue_defaults(settings: Settings) -> QueueConfig:
+    """How a native queue behaves for which no declaration sets anything."""
+    from qkit.native.config import QueueConfig
+
+    return QueueConfig(
+        max_depth=settings.max_depth,
+        max_priority=settings.max_priority,
+        max_deliveries=None,
+        ack_deadline=settings.ack_deadline,
     )
 
 

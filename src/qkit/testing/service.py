@@ -16,7 +16,7 @@ from qkit.health import Metrics
 from qkit.matrix import MATRIX
 from qkit.message import DeadLetter, Message, Sent
 from qkit.native import Engine
-from qkit.native.config import QueueConfig
+from qkit.opening import queue_defaults
 from qkit.outgoing import SendOptions
 from qkit.registry import Handler
 from qkit.service import QueueService
@@ -73,16 +73,7 @@ class TestService:
         self.clock = clock if clock is not None else VirtualClock()
         self._entered = clock is None  # a given clock is its owner's to enter
         self._calls: dict[object, list[Handled]] = {}
-        settings = service.settings
-        self._engine = Engine(
-            clock=self.clock,
-            defaults=QueueConfig(
-                max_depth=settings.max_depth,
-                max_priority=settings.max_priority,
-                max_deliveries=None,
-                ack_deadline=settings.ack_deadline,
-            ),
-        )
+        self._engine = Engine(clock=self.clock, defaults=queue_defaults(service.settings))
 
     async def __aenter__(self) -> Self:
         """Enter virtual time and start the service."""
