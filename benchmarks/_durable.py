@@ -18,8 +18,8 @@ from benchmarks._in_memory import BODY, peer
 from benchmarks._measure import Figure, Missing, Scale, Suite
 from qkit.message import new_id
 from qkit.native import Engine
-from qkit.native.encode import encode_publish
-from qkit.native.segment import FRAME_SIZE
+from qkit.native.log.encode import encode_publish
+from qkit.native.log.segment import FRAME_SIZE
 
 __all__ = ["IN_FLIGHT", "RECORD", "SUITES", "together"]
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from benchmarks._durable import IN_FLIGHT
 from benchmarks._in_memory import BODY
 from benchmarks._measure import Figure, Scale, Suite
-from qkit.backends.native import NativeBackend
-from qkit.clock import SystemClock
+from qkit._internal.clock import SystemClock
+from qkit.backends.native.backend import NativeBackend
 from qkit.message import Envelope, new_id
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.storage import Storage
+from qkit.native.log.disk import Disk
+from qkit.native.storage.storage import Storage
 
 __all__ = ["SUITES"]
 

@@ -16,9 +16,9 @@ from benchmarks._durable import IN_FLIGHT, together
 from benchmarks._in_memory import BODY
 from benchmarks._measure import Figure, Scale, Suite
 from qkit.backend import Backend, QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend
-from qkit.backends.socket.client import SocketBackend
-from qkit.backends.socket.server import SocketServer
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server.server import SocketServer
 from qkit.message import Envelope, new_id
 from qkit.native import Engine
 

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from qkit.spark.bodies import Bodies, ids
 from qkit.spark.columns import Columns
 from qkit.spark.options import plan_of
-from qkit.spark.outlet import Outlet
+from qkit.spark.row_encoder import Bodies, ids
 from qkit.spark.sinks import BulkSink
-from qkit.spark.writing import Task
+from qkit.spark.task_sender import Outlet
+from qkit.spark.writer import Task
 
 BATCH = 10_000
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import WriterCommitMessage
 
+from qkit.handlers.route import Route
 from qkit.message import Envelope
-from qkit.routes import Route
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
-from qkit.spark.outlet import Outlet
 from qkit.spark.sinks import Sink
 from qkit.spark.source import QkitDataSource
-from qkit.spark.writing import BatchWriter
+from qkit.spark.task_sender import Outlet
+from qkit.spark.writer import BatchWriter
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

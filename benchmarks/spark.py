@@ -25,7 +25,7 @@ from benchmarks._spark_source import CountingSource
 from qkit import QueueService, Settings
 from qkit.message import new_id
 from qkit.spark import register, write
-from qkit.spark.kafka import connector_options, has_connector, kafka_frame
+from qkit.spark.kafka_connector import connector_options, has_connector, kafka_frame
 from qkit.spark.publish import as_options
 
 ROOT = Path(__file__).parent.parent

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from qkit.spark.job import add_channel, options_of, parser, session, told
 from qkit.spark.options import absolute, plan_of
-from qkit.spark.page import page
 from qkit.spark.report import report_of
+from qkit.spark.report_html import page
 
 EXAMPLE = (
     "spark-submit spark/dead_letter_report.py --channel orders --config qkit.toml "

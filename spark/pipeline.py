@@ -25,9 +25,9 @@ from pyspark.sql import DataFrame, SparkSession
 from qkit import Settings
 from qkit.spark import write
 from qkit.spark.job import count, parser, session, told
-from qkit.spark.page import page
 from qkit.spark.publish import as_options
 from qkit.spark.report import report_of
+from qkit.spark.report_html import page
 
 CHANNEL = "events"
 PATIENCE = 300.0  # seconds without any progress after which it is given up

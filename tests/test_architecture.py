@@ -1,114 +1,198 @@
-"""Imports point one way: the test walks every module of the package."""
+"""Imports point one way, also those for type checkers alone; the test walks every module."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "qkit"
 
-# Later rooms may import earlier ones, never the other way round; rooms of one line are siblings
-# that may import each other. `backends` and the policies below it share a height, and FORBIDDEN
-# keeps them apart.
-ORDER = [
-    ["errors", "clock", "_coroutines"],
-    ["message", "logs", "tasks", "loop_calls"],
-    ["backend", "_compression", "_dumping", "_config_words", "_config_rules", "_config_sources"],
-    ["config", "codec", "matrix", "views"],
-    ["native"],
-    ["backends"],
-    ["retry", "breaker", "telemetry", "events", "channels", "threads", "signatures", "deadlines"],
-    ["health", "decorators"],
-    ["registry"],
-    ["routes", "executor"],
-    ["intake", "settlement"],
-    ["acknowledger"],
-    ["session"],
-    ["consumer", "outgoing", "sending", "dead_letters", "signals", "opening"],
-    ["producer"],
-    ["administration", "crew", "monitor", "sync_sender"],
+# The modules and packages at the top level, from the bottom up. Those of one line are independent
+# of each other, except where PAIRS allows it.
+LAYERS = [
+    ["errors", "_internal"],
+    ["message"],
+    ["backend"],
+    ["settings", "codec"],
+    ["native", "observability"],
+    ["backends", "handlers"],
+    ["sending"],
+    ["consuming"],
+    ["admin"],
     ["service"],
-    ["sync", "asyncapi", "lookup"],
-    ["__init__"],
-    ["web"],
-    ["cli"],
-    ["testing"],
-    ["spark"],
-    ["conformance"],
+    ["sync"],
+    ["asyncapi", "queue_lookup"],
+    ["web", "testing", "spark"],
+    ["cli", "conformance"],
 ]
-HEIGHT = {room: height for height, rooms in enumerate(ORDER) for room in rooms}
-POLICIES = {room for rooms in ORDER[6:11] for room in rooms} - {"opening"}
-DRIVERS = {
-    "aio_pika",
-    "aiormq",
-    "aiokafka",
-    "redis",
-    "hiredis",
-    "pyspark",
-    "starlette",
-    "typer",
-    "rich",
+LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}
+PAIRS = {frozenset({"errors", "_internal"})}
+
+# Below the boundary, and the policies above it. Neither imports the other.
+BELOW = {"native", "backends"}
+POLICIES = {"observability", "handlers", "sending", "consuming", "admin"}
+
+# The same for modules inside two packages.
+NATIVE = [
+    ["config", "cross_thread"],
+    ["queue", "log"],
+    ["delivery", "bulk"],
+    ["bulk_jobs", "storage"],
+    ["catalogue"],
+    ["bulk_import"],
+    ["engine"],
+]
+BACKENDS = [["common", "capability_matrix"], ["native", "redis", "rabbitmq", "kafka"], ["factory"]]
+
+#: Imports that break a rule and have a plan: ``importer -> imported``.
+EXCEPTIONS = {
+    "qkit.errors -> qkit.message",
+    "qkit.consuming.session -> qkit.consuming.consumer",
+    "qkit.native.storage.journal -> qkit.native.storage.durable_queue",
 }
-OWN_TOOLS = {"web": {"starlette"}, "cli": {"typer", "rich"}, "spark": {"pyspark"}}
-TENACITY = {"retry"}
+
+NATIVE_USERS = [
+    *("qkit.native", "qkit.backends.native", "qkit.backends.factory"),
+    *("qkit.testing", "qkit.spark", "qkit.cli"),
+]
+DRIVERS = {"aio_pika", "aiormq", "pamqp", "yarl", "aiokafka", "redis", "hiredis"}
+TOOLS = {"pyspark", "starlette", "uvicorn", "prometheus_client", "typer", "rich"}
+OWNERS = {
+    "qkit.backends.rabbitmq": {"aio_pika", "aiormq", "pamqp", "yarl"},
+    "qkit.backends.kafka": {"aiokafka"},
+    "qkit.backends.redis": {"redis", "hiredis"},
+    "qkit.web": {"starlette", "uvicorn", "prometheus_client"},
+    "qkit.cli": {"typer", "rich"},
+    "qkit.spark": {"pyspark"},
+    "qkit._internal.retry": {"tenacity"},
+}
+MAX_MODULES = 9  # beside packages in src/qkit
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    parts = ["qkit", *path.relative_to(SRC).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that a file imports when it runs, also inside functions; not for types alone."""
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = []
+MODULES = {name_of(path): path for path in sorted(SRC.rglob("*.py"))}
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Everything that a module imports: at the top, inside functions, for type checkers."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: a relative import hides its direction"
-            found.add(node.module)
-            if node.module == "qkit":
-                found |= {f"qkit.{alias.name}" for alias in node.names}
-    return found
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in MODULES else str(node.module))
+    return frozenset(found)
 
 
-MODULES = sorted(SRC.rglob("*.py"))
+def inside(module: str) -> Iterator[str]:
+    """The modules of qkit that a module imports, without the exceptions."""
+    for other in sorted(imports(module)):
+        if other.split(".")[0] == "qkit" and f"{module} -> {other}" not in EXCEPTIONS:
+            yield other
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
-def test_imports_point_one_way(path: Path) -> None:
-    room = room_of(path)
-    assert room in HEIGHT, f"{room} has no place in the order of rooms"
-    for name in imports(path):
-        if not name.startswith("qkit."):
+def part(module: str, depth: int) -> str:
+    return (module.split(".") + ["__init__"] * depth)[depth]
+
+
+def belongs(module: str, owner: str) -> bool:
+    return module == owner or module.startswith(f"{owner}.")
+
+
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+@every_module
+def test_imports_point_down(module: str) -> None:
+    unit = part(module, 1)
+    if unit == "__init__":
+        return  # the façade imports everything, lazily
+    assert unit in LEVEL, f"{unit} has no layer"
+    for other in inside(module):
+        lower = part(other, 1)
+        if lower == unit:
             continue
-        other = name.split(".")[1]
-        if other == room:
+        assert lower != "__init__" or unit in {"cli", "web"}, f"{module} imports the façade"
+        if lower == "__init__" or frozenset({unit, lower}) in PAIRS:
             continue
-        assert HEIGHT[other] <= HEIGHT[room], f"{room} imports {other}, which stands above it"
-        if room == "backends":
-            assert other not in POLICIES, f"the backend imports the policy {other}"
-        if room in POLICIES:
-            assert other not in {"backends", "native"}, f"the policy {room} imports a backend"
+        assert LEVEL[lower] < LEVEL[unit], f"{module} imports {other}, which is not below it"
+        assert not (unit in BELOW and lower in POLICIES), f"{module} imports the policy {other}"
+        assert not (unit in POLICIES and lower in BELOW), f"{module} imports the backend {other}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
-def test_drivers_stay_below_the_boundary_and_tenacity_in_one_module(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports(path)}
-    if room_of(path) != "backends":
-        assert not roots & DRIVERS - OWN_TOOLS.get(room_of(path), set())
-    if room_of(path) not in TENACITY:
-        assert "tenacity" not in roots
+@pytest.mark.parametrize(
+    ("package", "layers"), [("qkit.native", NATIVE), ("qkit.backends", BACKENDS)]
+)
+def test_imports_point_down_inside(package: str, layers: list[list[str]]) -> None:
+    level = {unit: height for height, units in enumerate(layers) for unit in units}
+    for module in MODULES:
+        if not belongs(module, package) or module == package:
+            continue
+        unit = part(module, 2)
+        assert unit in level, f"{unit} has no layer in {package}"
+        for other in inside(module):
+            if belongs(other, package) and part(other, 2) != unit:
+                lower = level[part(other, 2)]
+                assert lower < level[unit], f"{module} imports {other}, which is not below it"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SRC)))
-def test_nothing_can_load_code_from_a_message(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & {
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module: set(inside(module)) & set(MODULES) for module in MODULES if module != "qkit"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_each_exception_is_still_needed() -> None:
+    for exception in EXCEPTIONS:
+        module, other = exception.split(" -> ")
+        assert other in imports(module), f"remove {exception} from the exceptions"
+
+
+@every_module
+def test_the_engine_is_known_to_its_backend_and_tools_alone(module: str) -> None:
+    if not any(belongs(module, user) for user in NATIVE_USERS):
+        assert not [other for other in inside(module) if belongs(other, "qkit.native")]
+
+
+@every_module
+def test_each_third_party_library_stays_in_its_package(module: str) -> None:
+    allowed: set[str] = set()
+    for owner, libraries in OWNERS.items():
+        if belongs(module, owner):
+            allowed |= libraries
+    roots = {name.split(".")[0] for name in imports(module)}
+    assert not roots & (DRIVERS | TOOLS | {"tenacity"}) - allowed
+
+
+def test_the_top_level_is_short() -> None:
+    modules = [path.name for path in SRC.glob("*.py")]
+    assert len(modules) <= MAX_MODULES, modules
+
+
+def test_each_package_says_what_it_is_for() -> None:
+    for module, path in MODULES.items():
+        if path.name == "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text())), f"{module} has no docstring"
+
+
+@every_module
+def test_nothing_can_load_code_from_a_message(module: str) -> None:
+    assert not {name.split(".")[0] for name in imports(module)} & {
         "pickle",
         "dill",
         "cloudpickle",
@@ -117,6 +201,6 @@ def test_nothing_can_load_code_from_a_message(path: Path) -> None:
         "yaml",
         "jsonpickle",
     }
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec", "compile", "__import__"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import Admin, Capabilities, DeadLetterSource, Delivery, Support
-from qkit.backends.native import NativeBackend
-from qkit.clock import SystemClock
+from qkit.backends.native.backend import NativeBackend
 from qkit.message import Envelope
 
 

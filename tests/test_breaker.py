@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qkit.breaker import BreakerState, CircuitBreaker
 from qkit.errors import CircuitOpen
+from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
 
 
 class HandClock:

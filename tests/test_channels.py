@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qkit import Channel, Message, RetrySettings
-from qkit.channels import CallNext, caller_place
 from qkit.errors import ConfigError, InvalidName
+from qkit.handlers.channel import CallNext, caller_place
 
 
 async def passing(message: Message, call_next: CallNext) -> object:

@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, computed_field, field_seriali
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from typing_extensions import TypedDict
 
-from qkit import _compression, _dumping, codec
-from qkit.codec import Codec, decompress, type_name
+from qkit.codec import codec, compression, strict_json
+from qkit.codec.codec import Codec, decompress, type_name
 from qkit.errors import ConfigError, DecodeError, InvalidBody, PayloadTooLarge, QueueError
 
 GZIP = {"content-encoding": "gzip"}
@@ -239,7 +239,7 @@ def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(a
 def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_dumping, "_WORKS", False)
+    monkeypatch.setattr(strict_json, "_WORKS", False)
     assert Codec(Order).encode(Order(id=1, total=1))[0] == b'{"id":1,"total":1.0}'
     for encoder in (Codec(Order), Codec.any()):
         with pytest.raises(InvalidBody):
@@ -492,7 +492,7 @@ def test_types_are_named_as_a_person_would(kind: Any, name: str) -> None:
 
 
 def test_no_loader_that_runs_what_it_reads() -> None:
-    for module in (codec, _compression):
+    for module in (codec, compression):
         source = Path(str(module.__file__)).read_text()
         imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]
         for loader in ("pickle", "marshal", "shelve", "yaml", "importlib", "dill"):

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from qkit import _config_rules as rules
-from qkit import _config_words as words
-from qkit.config import (
+from qkit.errors import ConfigError
+from qkit.settings import error_messages, rules
+from qkit.settings.model import (
     BreakerSettings,
     DeadLetterSettings,
     RetrySettings,
@@ -24,7 +24,6 @@ from qkit.config import (
     SettingsValues,
     ShutdownSettings,
 )
-from qkit.errors import ConfigError
 
 CANARY = "c4n4ry-s3cr3t"
 AMQP = "amqp://user:password@host:5672/vhost"
@@ -487,12 +486,13 @@ def test_settings_inside_another_model_hide_their_input_as_well() -> None:
 def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
     found = []
     for name, info in model.model_fields.items():
-        if words.is_section(info.annotation):
+        if error_messages.is_section(info.annotation):
             found += rows(info.annotation, f"{prefix}{name}.")
             continue
         owners = ", ".join(rules.OWNERS.get(name, ())) if not prefix else ""
         found.append(
-            f"| `{prefix}{name}` | {words.expected(info)} | {words.default(name, info)} "
+            f"| `{prefix}{name}` | {error_messages.expected(info)} "
+            f"| {error_messages.default(name, info)} "
             f"| {owners or 'all'} | {info.description} |"
         )
     return found

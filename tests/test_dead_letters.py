@@ -22,7 +22,7 @@ from qkit import (
     consume,
 )
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import Tampered
 from qkit.message import Envelope, Sent
 from qkit.testing.clock import VirtualClock

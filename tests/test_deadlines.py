@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qkit.deadlines import Deadline, Deadlines
+from qkit._internal.deadlines import Deadline, Deadlines
 from qkit.testing.clock import VirtualClock
 
 

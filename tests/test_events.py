@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from qkit.events import Event, Events, Reconnected, ShutDown
+from qkit.observability.events import Event, Events, Reconnected, ShutDown
 from qkit.testing.clock import VirtualClock
 
 

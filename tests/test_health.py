@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import pytest
 
-from qkit.events import Event, Events, Reconnected, StateChanged
-from qkit.health import MAX_CHANNELS, OTHER, Connection, ConnectionState, Counters
+from qkit.observability.events import Event, Events, Reconnected, StateChanged
+from qkit.observability.health import MAX_CHANNELS, OTHER, Connection, ConnectionState, Counters
 
 
 class HandClock:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from qkit.backend import Delivery
-from qkit.executor import Job
-from qkit.intake import Intake
+from qkit.consuming.delivery_buffer import Intake
+from qkit.consuming.executor import Job
 from qkit.message import Envelope
 
 

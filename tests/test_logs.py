@@ -10,7 +10,7 @@ from datetime import datetime
 
 import pytest
 
-from qkit.logs import JsonFormatter, logger
+from qkit._internal.logging import JsonFormatter, logger
 
 
 def line(record: logging.LogRecord) -> dict[str, object]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from qkit import LifecycleError
-from qkit import loop_calls as module
-from qkit.loop_calls import LoopCall, LoopCaller
+from qkit._internal import loop_calls as module
+from qkit._internal.loop_calls import LoopCall, LoopCaller
 
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
 

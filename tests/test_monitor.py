@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from qkit.errors import BackendUnavailable
-from qkit.events import Events
-from qkit.health import Connection, ConnectionState
-from qkit.monitor import PING_EVERY, Monitor
+from qkit.observability.events import Events
+from qkit.observability.health import Connection, ConnectionState
+from qkit.observability.monitor import PING_EVERY, Monitor
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from qkit import ConfigError, QueueService, Settings
-from qkit.backends.native import NativeBackend
-from qkit.clock import SystemClock
-from qkit.opening import open_backend
+from qkit._internal.clock import SystemClock
+from qkit.backends.factory import open_backend
+from qkit.backends.native.backend import NativeBackend
 from tests.support.faulty import FaultyBackend
 
 
@@ -33,7 +33,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(**params: Any) -> EntryPoints:
         return found.select(**params)
 
-    for module in ("qkit.opening", "qkit._config_rules"):
+    for module in ("qkit.backends.factory", "qkit.settings.rules"):
         monkeypatch.setattr(f"{module}.entry_points", entry_points, raising=False)
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
 
@@ -65,6 +65,6 @@ def test_a_type_whose_entry_point_went_away_says_what_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = Settings(type="elsewhere")
-    monkeypatch.setattr("qkit.opening.entry_points", lambda **_: EntryPoints(()))
+    monkeypatch.setattr("qkit.backends.factory.entry_points", lambda **_: EntryPoints(()))
     with pytest.raises(ConfigError, match=r"type 'elsewhere'.*native"):
         open_backend(settings, SystemClock())

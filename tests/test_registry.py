@@ -25,7 +25,7 @@ from qkit import (
     consume,
 )
 from qkit.errors import ConfigError, HandlerError, InvalidName
-from qkit.registry import Handler, Registry
+from qkit.handlers.registry import Handler, Registry
 
 
 class Order(BaseModel):

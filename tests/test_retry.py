@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from qkit._internal.retry import Backoff, RetryPolicy, persist
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, QueueFull, Retry
-from qkit.retry import Backoff, RetryPolicy, persist
 from qkit.testing.clock import VirtualClock
 
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)

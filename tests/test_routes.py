@@ -9,11 +9,11 @@ from pydantic import BaseModel
 
 from qkit import Channel, Message, RetrySettings, Settings, consume
 from qkit.backend import Capabilities, QueueSpec, Support
-from qkit.channels import CallNext
 from qkit.errors import ConfigError, InvalidBody, Unsupported
-from qkit.health import Counters
-from qkit.registry import Handler, Registry
-from qkit.routes import Routes
+from qkit.handlers.channel import CallNext
+from qkit.handlers.registry import Handler, Registry
+from qkit.handlers.route import Routes
+from qkit.observability.health import Counters
 from tests.support.backends import ScriptedBackend, can
 from tests.support.services import make_service
 

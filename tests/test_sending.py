@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
-from qkit.breaker import BreakerState, CircuitBreaker
 from qkit.errors import (
     BackendUnavailable,
     CircuitOpen,
@@ -22,11 +22,11 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
-from qkit.events import Events
-from qkit.health import Connection, ConnectionState
 from qkit.message import Envelope, Sent, new_id
-from qkit.retry import Backoff
-from qkit.sending import MAX_GATHERED, Sender
+from qkit.observability.events import Events
+from qkit.observability.health import Connection, ConnectionState
+from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
+from qkit.sending.sender import MAX_GATHERED, Sender
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 

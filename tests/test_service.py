@@ -37,8 +37,8 @@ from qkit import (
     consume,
 )
 from qkit.backend import Capabilities, QueueSpec, Support
-from qkit.backends.native import NativeBackend
-from qkit.events import Event, Reconnected
+from qkit.backends.native.backend import NativeBackend
+from qkit.observability.events import Event, Reconnected
 from qkit.testing import TestService
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend

@@ -10,6 +10,8 @@ import pytest
 
 from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
+from qkit.consuming.executor import Abandon, Dead, Done, Job, Pause, RetryLater
+from qkit.consuming.settlement import Settlement
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
@@ -18,11 +20,9 @@ from qkit.errors import (
     QueueFull,
     SubscriptionLost,
 )
-from qkit.events import DeadLettered, Events, Retried
-from qkit.executor import Abandon, Dead, Done, Job, Pause, RetryLater
-from qkit.health import ChannelCounters, Connection
 from qkit.message import DeadLetter, Envelope, Reason
-from qkit.settlement import Settlement
+from qkit.observability.events import DeadLettered, Events, Retried
+from qkit.observability.health import ChannelCounters, Connection
 from tests.support.backends import ScriptedBackend
 from tests.support.services import failures, make_service, only_letter
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from qkit import QueueService, Settings
-from qkit.signals import catch
+from qkit._internal.signals import catch
 
 ROOT = Path(__file__).parent.parent
 
@@ -246,11 +246,11 @@ async def test_after_the_second_a_blocked_loop_gets_a_moment(
         done.set()
 
     with catch(asyncio.get_running_loop(), lambda _: None, lambda _: None):
-        monkeypatch.setattr("qkit.signals.time.sleep", sleep)
+        monkeypatch.setattr("qkit._internal.signals.time.sleep", sleep)
         real_kill(os.getpid(), signal.SIGTERM)
         real_kill(os.getpid(), signal.SIGTERM)
         assert slept.wait(10)
-        monkeypatch.setattr("qkit.signals.os.kill", kill)
+        monkeypatch.setattr("qkit._internal.signals.os.kill", kill)
         if not in_time:
             go_on.set()
             assert done.wait(10)
@@ -273,7 +273,8 @@ def test_a_handler_that_python_did_not_set_is_replaced_by_the_default(
 ) -> None:
     real = signal.signal
     monkeypatch.setattr(
-        "qkit.signals.signal.signal", lambda number, handler: real(number, handler) and None
+        "qkit._internal.signals.signal.signal",
+        lambda number, handler: real(number, handler) and None,
     )
     loop = asyncio.new_event_loop()
     with catch(loop, lambda _: None, lambda _: None):

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qkit.tasks import end_tasks, to_its_end
+from qkit._internal.tasks import end_tasks, to_its_end
 
 
 async def test_a_task_that_swallows_its_cancellation_is_cancelled_again() -> None:

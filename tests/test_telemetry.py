@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from qkit import Message, QueueService, Settings, consume
-from qkit.telemetry import Telemetry
+from qkit.observability.telemetry import Telemetry
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
 from tests.support.waiting import eventually

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from qkit.threads import HandlerThreads
+from qkit.consuming.handler_threads import HandlerThreads
 from tests.support.services import until
 
 colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import tracemalloc
 
-from qkit.views import SHOWN, body_view
+from qkit.admin.views import SHOWN, body_view
 
 GZIP = {"content-encoding": "gzip"}
 

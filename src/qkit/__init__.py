@@ -8,6 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from qkit._internal.logging import JsonFormatter
+    from qkit.admin.dead_letters import DeadLetters
     from qkit.backend import (
         AckMany,
         Admin,
@@ -23,16 +25,6 @@ if TYPE_CHECKING:
         SubscriptionSpec,
         Support,
     )
-    from qkit.channels import CallNext, Channel, ChannelOptions, Middleware
-    from qkit.config import (
-        BreakerSettings,
-        DeadLetterSettings,
-        RetrySettings,
-        Settings,
-        ShutdownSettings,
-    )
-    from qkit.dead_letters import DeadLetters
-    from qkit.decorators import ConsumeMetadata, QueueMetadata, channel, consume
     from qkit.errors import (
         AckDeadlineExceeded,
         BackendUnavailable,
@@ -68,16 +60,30 @@ if TYPE_CHECKING:
         Unavailable,
         Unsupported,
     )
-    from qkit.events import DeadLettered, Reconnected, Retried, ShutDown, StateChanged
-    from qkit.health import ChannelMetrics, ConnectionState, ConsumerHealth, Health, Metrics
-    from qkit.logs import JsonFormatter
+    from qkit.handlers.channel import CallNext, Channel, ChannelOptions, Middleware
+    from qkit.handlers.decorators import ConsumeMetadata, QueueMetadata, channel, consume
+    from qkit.handlers.registry import Handler
+    from qkit.handlers.signature import Header, ParamMetadata
     from qkit.message import DeadLetter, Envelope, Message, Reason, Sent
-    from qkit.outgoing import SendOptions
-    from qkit.registry import Handler
+    from qkit.observability.events import DeadLettered, Reconnected, Retried, ShutDown, StateChanged
+    from qkit.observability.health import (
+        ChannelMetrics,
+        ConnectionState,
+        ConsumerHealth,
+        Health,
+        Metrics,
+    )
+    from qkit.sending.envelope_builder import SendOptions
+    from qkit.sending.sync_sender import SyncSender
     from qkit.service import QueueService
-    from qkit.signatures import Header, ParamMetadata
+    from qkit.settings.model import (
+        BreakerSettings,
+        DeadLetterSettings,
+        RetrySettings,
+        Settings,
+        ShutdownSettings,
+    )
     from qkit.sync import SyncDeadLetters, SyncQueueService
-    from qkit.sync_sender import SyncSender
 
 __version__ = "0.1.0"
 
@@ -186,20 +192,20 @@ _HOMES = {
         "SubscriptionSpec",
         "Support",
     ),
-    "qkit.channels": (
+    "qkit.handlers.channel": (
         "CallNext",
         "Channel",
         "ChannelOptions",
         "Middleware",
     ),
-    "qkit.config": (
+    "qkit.settings.model": (
         "BreakerSettings",
         "DeadLetterSettings",
         "RetrySettings",
         "Settings",
         "ShutdownSettings",
     ),
-    "qkit.dead_letters": ("DeadLetters",),
+    "qkit.admin.dead_letters": ("DeadLetters",),
     "qkit.errors": (
         "AckDeadlineExceeded",
         "BackendUnavailable",
@@ -235,21 +241,21 @@ _HOMES = {
         "Unavailable",
         "Unsupported",
     ),
-    "qkit.events": (
+    "qkit.observability.events": (
         "DeadLettered",
         "Reconnected",
         "Retried",
         "ShutDown",
         "StateChanged",
     ),
-    "qkit.health": (
+    "qkit.observability.health": (
         "ChannelMetrics",
         "ConnectionState",
         "ConsumerHealth",
         "Health",
         "Metrics",
     ),
-    "qkit.logs": ("JsonFormatter",),
+    "qkit._internal.logging": ("JsonFormatter",),
     "qkit.message": (
         "DeadLetter",
         "Envelope",
@@ -257,16 +263,16 @@ _HOMES = {
         "Reason",
         "Sent",
     ),
-    "qkit.outgoing": ("SendOptions",),
-    "qkit.decorators": ("ConsumeMetadata", "QueueMetadata", "channel", "consume"),
-    "qkit.registry": ("Handler",),
-    "qkit.signatures": ("Header", "ParamMetadata"),
+    "qkit.sending.envelope_builder": ("SendOptions",),
+    "qkit.handlers.decorators": ("ConsumeMetadata", "QueueMetadata", "channel", "consume"),
+    "qkit.handlers.registry": ("Handler",),
+    "qkit.handlers.signature": ("Header", "ParamMetadata"),
     "qkit.service": ("QueueService",),
     "qkit.sync": (
         "SyncDeadLetters",
         "SyncQueueService",
     ),
-    "qkit.sync_sender": ("SyncSender",),
+    "qkit.sending.sync_sender": ("SyncSender",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaMode
 
-from qkit.channels import Channel
-from qkit.registry import Handler
+from qkit.handlers.channel import Channel
+from qkit.handlers.registry import Handler
 from qkit.service import QueueService
 from qkit.sync import SyncQueueService
 

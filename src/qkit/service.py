@@ -11,8 +11,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
-from qkit._coroutines import returns_coroutine
-from qkit.administration import Administration
+from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.coroutines import returns_coroutine
+from qkit._internal.logging import logger
+from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.retry import Backoff
+from qkit._internal.signals import catch
+from qkit.admin.dead_letters import DeadLetters
+from qkit.admin.queues import Administration
 from qkit.backend import (
     Backend,
     Capabilities,
@@ -20,14 +26,16 @@ from qkit.backend import (
     DroppedLetterSource,
     QueueStats,
 )
-from qkit.breaker import CircuitBreaker
-from qkit.channels import Channel, Middleware, name_of
-from qkit.clock import Clock, SystemClock
-from qkit.config import Settings
-from qkit.crew import Crew
-from qkit.dead_letters import DeadLetters
+from qkit.backends.factory import open_backend
+from qkit.consuming.consumer_pool import Crew
+from qkit.consuming.handler_threads import HandlerThreads
+from qkit.consuming.settlement import record_death
 from qkit.errors import ConfigError, LifecycleError
-from qkit.events import (
+from qkit.handlers.channel import Channel, Middleware, name_of
+from qkit.handlers.registry import Handler, Registry
+from qkit.handlers.route import Route, Routes
+from qkit.message import DeadLetter, Message, Sent
+from qkit.observability.events import (
     DeadLettered,
     EventName,
     Events,
@@ -36,23 +44,15 @@ from qkit.events import (
     ShutDown,
     StateChanged,
 )
-from qkit.health import Connection, ConnectionState, Counters, Health, Metrics
-from qkit.logs import logger
-from qkit.loop_calls import LoopCaller, running_loop
-from qkit.message import DeadLetter, Message, Sent
-from qkit.monitor import Monitor
-from qkit.opening import open_backend
-from qkit.outgoing import SendOptions
-from qkit.producer import Producer
-from qkit.registry import Handler, Registry
-from qkit.retry import Backoff
-from qkit.routes import Route, Routes
-from qkit.sending import Sender
-from qkit.settlement import record_death
-from qkit.signals import catch
-from qkit.sync_sender import SyncSender
-from qkit.telemetry import Telemetry
-from qkit.threads import HandlerThreads
+from qkit.observability.health import Connection, ConnectionState, Counters, Health, Metrics
+from qkit.observability.monitor import Monitor
+from qkit.observability.telemetry import Telemetry
+from qkit.sending.circuit_breaker import CircuitBreaker
+from qkit.sending.envelope_builder import SendOptions
+from qkit.sending.producer import Producer
+from qkit.sending.sender import Sender
+from qkit.sending.sync_sender import SyncSender
+from qkit.settings.model import Settings
 
 __all__ = ["QueueService"]
 

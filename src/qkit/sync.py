@@ -9,20 +9,20 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
+from qkit._internal.logging import logger
+from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.signals import catch
+from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Backend, Capabilities, QueueStats
-from qkit.channels import Channel, Middleware, name_of
-from qkit.config import Settings
-from qkit.dead_letters import DeadLetters
 from qkit.errors import LifecycleError
-from qkit.events import EventName
-from qkit.health import ConnectionState, Health, Metrics
-from qkit.logs import logger
-from qkit.loop_calls import LoopCaller, running_loop
+from qkit.handlers.channel import Channel, Middleware, name_of
+from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message
-from qkit.registry import Handler
+from qkit.observability.events import EventName
+from qkit.observability.health import ConnectionState, Health, Metrics
+from qkit.sending.sync_sender import BlockingSends
 from qkit.service import QueueService
-from qkit.signals import catch
-from qkit.sync_sender import BlockingSends
+from qkit.settings.model import Settings
 
 __all__ = ["SyncDeadLetters", "SyncQueueService"]
 

@@ -19,12 +19,13 @@ from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import BaseModel
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import Admin, DroppedLetterSource, QueueSpec
-from qkit.backends.kafka import KafkaBackend
-from qkit.backends.kafka_log.connection import DRIVER_ERRORS, error_of, translated
-from qkit.backends.kafka_log.driver import partition_of
-from qkit.backends.kafka_log.subscription import KafkaSubscription
-from qkit.clock import SystemClock
+from qkit.backends.factory import open_backend
+from qkit.backends.kafka.backend import KafkaBackend
+from qkit.backends.kafka.connection import DRIVER_ERRORS, error_of, translated
+from qkit.backends.kafka.driver import partition_of
+from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
@@ -35,7 +36,6 @@ from qkit.errors import (
     SendTimeout,
 )
 from qkit.message import DeadLetter, Envelope, Reason, new_id
-from qkit.opening import open_backend
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
@@ -723,9 +723,8 @@ def test_settings_open_it_and_a_missing_client_says_how_to_get_it(
     backend = open_backend(settings, SystemClock())
     assert isinstance(backend, KafkaBackend)
     assert "secret" not in repr(backend.__dict__)
-    monkeypatch.delitem(sys.modules, "qkit.backends.kafka")
     monkeypatch.setitem(sys.modules, "aiokafka", None)
-    for module in [name for name in sys.modules if name.startswith("qkit.backends.kafka_log")]:
+    for module in [name for name in sys.modules if name.startswith("qkit.backends.kafka")]:
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ConfigError, match=r"install the extra .kafka., see docs/install.md"):
         open_backend(settings, SystemClock())

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit.backend import QueueSpec
-from qkit.backends.kafka import KafkaBackend
-from qkit.backends.kafka_log import lenient
+from qkit.backends.kafka import lenient_decoding
+from qkit.backends.kafka.backend import KafkaBackend
 from qkit.message import DeadLetter
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
@@ -107,7 +107,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Both parsers of the driver: the extension in C may be missing."""
     if request.param == "Python":
         records: Any = aiokafka.record.memory_records
-        default: Any = lenient._parser
+        default: Any = lenient_decoding._parser
         monkeypatch.setattr(records, "DefaultRecordBatch", default._DefaultRecordBatchPy)
 
         def in_python(data: bytes) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from local_brokers.probes import free_port
 from qkit import Message, QueueService, Settings, consume
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.kafka import KafkaBackend
+from qkit.backends.kafka.backend import KafkaBackend
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 from qkit.message import Envelope, new_id
 from tests.support.private_brokers import PrivateBroker, private_broker

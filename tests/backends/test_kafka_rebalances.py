@@ -20,9 +20,9 @@ from aiokafka import errors
 
 from qkit import Message, QueueService, Reject, Settings, consume
 from qkit.backend import Delivery, QueueSpec
-from qkit.backends.kafka import KafkaBackend
-from qkit.backends.kafka_log import driver
-from qkit.backends.kafka_log.subscription import KafkaSubscription
+from qkit.backends.kafka import driver
+from qkit.backends.kafka.backend import KafkaBackend
+from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import AckDeadlineExceeded
 from qkit.message import Envelope, new_id
 from tests.support.kafka import spec, take

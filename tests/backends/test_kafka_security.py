@@ -14,7 +14,7 @@ import pytest
 
 from local_brokers.probes import free_port
 from qkit import ConfigError, QueueService, Settings, consume
-from qkit.backends.kafka import KafkaBackend
+from qkit.backends.kafka.backend import KafkaBackend
 from qkit.errors import BackendUnavailable, QueueError
 from tests.support.private_brokers import private_broker
 from tests.support.waiting import eventually

@@ -17,7 +17,7 @@ from qkit.backend import (
     QueueSpec,
     SubscriptionSpec,
 )
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,

@@ -10,15 +10,15 @@ import aiormq
 import pytest
 
 from qkit import ConfigError, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import (
     Admin,
     DeadLetterSource,
     DroppedLetterSource,
     QueueSpec,
 )
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import SystemClock
-from qkit.opening import open_backend
+from qkit.backends.factory import open_backend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from tests.support.rabbitmq import bare_channel, ready
 from tests.support.waiting import eventually
 
@@ -99,7 +99,7 @@ def test_replicas_choose_quorum_queues() -> None:
 
 
 def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [item for item in sys.modules if item.startswith("qkit.backends.rabbit")]:
+    for module in [item for item in sys.modules if item.startswith("qkit.backends.rabbitmq")]:
         monkeypatch.delitem(sys.modules, module)
     for module in [item for item in sys.modules if item.partition(".")[0] in {"aiormq", "pamqp"}]:
         monkeypatch.setitem(sys.modules, module, None)

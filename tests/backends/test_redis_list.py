@@ -18,6 +18,7 @@ import redis.asyncio
 from redis import exceptions
 
 from qkit import ConfigError, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import (
     Admin,
     DeadLetterSource,
@@ -26,12 +27,13 @@ from qkit.backend import (
     QueueSpec,
     SubscriptionSpec,
 )
-from qkit.backends.redis import frame, scripts
+from qkit.backends.factory import open_backend
+from qkit.backends.redis import codec
 from qkit.backends.redis.connection import Address
-from qkit.backends.redis.failures import error_of, translated
-from qkit.backends.redis.subscription import RedisSubscription
-from qkit.backends.redis_list import RedisListBackend
-from qkit.clock import SystemClock
+from qkit.backends.redis.errors import error_of, translated
+from qkit.backends.redis.list_backend import RedisListBackend
+from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
     BackendUnavailable,
     MessageNotFound,
@@ -43,7 +45,6 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Reason, new_id
-from qkit.opening import open_backend
 from tests.support.waiting import eventually
 
 
@@ -171,7 +172,7 @@ async def test_what_stands_among_others_with_another_priority_is_woken_for(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
-    frames = [frame.encode(Envelope(id, b"x", priority=p)) for id, p in (("a", None), ("b", 9))]
+    frames = [codec.encode(Envelope(id, b"x", priority=p)) for id, p in (("a", None), ("b", 9))]
     await raw.rpush(name, *frames)  # by hand: a send would have filed it
     async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
         (first,) = await one.receive(2)
@@ -263,25 +264,25 @@ async def test_a_person_can_read_what_qkit_sent(
     ],
 )
 def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
-    found, spent = frame.decode(frame.encode(envelope, 1))
+    found, spent = codec.decode(codec.encode(envelope, 1))
     assert (found, spent) == (envelope, False)
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
 def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
-    found, _ = frame.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
+    found, _ = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
     kept = {"headers": base64.b64encode(line).decode()}
     assert found.headers == {"qkit-raw": json.dumps(kept)}
     assert found.body == b"body"
 
 
 def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
-    found, _ = frame.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
+    found, _ = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
     assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
     assert found.headers["lone"] == r"\ud800"
     raw = json.loads(found.headers["qkit-raw"])
     assert raw == {"id": "//4=", "key": "a/8="}
-    again, _ = frame.decode(frame.encode(found))
+    again, _ = codec.decode(codec.encode(found))
     assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
 
 
@@ -658,12 +659,12 @@ async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name
 
 def test_messages_go_together_up_to_a_number_and_a_size() -> None:
     small = [Envelope(str(number), b"x") for number in range(1_201)]
-    assert [len(batch) for batch in frame.batches(small)] == [500, 500, 201]
+    assert [len(batch) for batch in codec.batches(small)] == [500, 500, 201]
     large = [Envelope(str(number), bytes(3 * 2**20)) for number in range(5)]
-    assert [len(batch) for batch in frame.batches(large)] == [2, 2, 1]
+    assert [len(batch) for batch in codec.batches(large)] == [2, 2, 1]
     huge = [Envelope("a", b"x"), Envelope("b", bytes(9 * 2**20)), Envelope("c", b"x")]
-    assert [len(batch) for batch in frame.batches(huge)] == [1, 1, 1]
-    assert list(frame.batches([])) == []
+    assert [len(batch) for batch in codec.batches(huge)] == [1, 1, 1]
+    assert list(codec.batches([])) == []
 
 
 async def test_replicas_that_are_not_there_are_refused_at_start(redis_url: str) -> None:
@@ -706,7 +707,7 @@ def test_it_offers_the_whole_boundary() -> None:
     backend = RedisListBackend("redis://localhost/")
     for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
         assert isinstance(backend, protocol)
-    assert len(scripts.SEND.sha) == 40
+    assert len(lifecycle.SEND.sha) == 40
 
 
 def test_settings_choose_it() -> None:

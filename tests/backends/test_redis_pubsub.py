@@ -13,11 +13,12 @@ import pytest_asyncio
 import redis.asyncio
 
 from qkit import Channel, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import Admin, DeadLetterSource, Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.redis import frame, listening
-from qkit.backends.redis.listening import Listening
-from qkit.backends.redis_pubsub import RedisPubSubBackend
-from qkit.clock import SystemClock
+from qkit.backends.factory import open_backend
+from qkit.backends.redis import codec, pubsub_subscription
+from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
+from qkit.backends.redis.pubsub_subscription import Listening
 from qkit.errors import (
     BackendUnavailable,
     MessageNotFound,
@@ -26,7 +27,6 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.message import GROUP, Envelope
-from qkit.opening import open_backend
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
@@ -189,7 +189,7 @@ async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while
     async with backend.subscribe(spec(name)):
         await backend.publish(name, [Envelope("701", b"1")])
     assert backend.unheard == 701
-    monkeypatch.setattr("qkit.backends.redis_pubsub.LOG_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr("qkit.backends.redis.pubsub_backend.LOG_INTERVAL_SECONDS", 0.0)
     other = f"{name}-other"
     with caplog.at_level(logging.WARNING, logger="qkit"):
         for _ in range(2):
@@ -424,8 +424,8 @@ async def test_an_outage_of_the_server_is_outlived(private_redis: PrivateBroker,
 async def test_a_server_that_falls_silent_is_given_up(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "BEAT", 0.2)
-    monkeypatch.setattr(listening, "PATIENCE", 0.5)
+    monkeypatch.setattr(pubsub_subscription, "BEAT", 0.2)
+    monkeypatch.setattr(pubsub_subscription, "PATIENCE", 0.5)
     port = int(redis_url.split(":")[2].split("/")[0])
     with Proxy(port) as proxy:
         backend = RedisPubSubBackend(f"redis://127.0.0.1:{proxy.port}/0")
@@ -491,7 +491,11 @@ async def test_a_slow_handler_bounds_what_waits_here_and_loses_nothing_in_time(
             )
         await asyncio.sleep(0.3)
         # Beyond the limit there is at most what was read at once: 256 KiB.
-        assert listening.MESSAGES <= len(subscription._waiting) <= listening.MESSAGES + 300
+        assert (
+            pubsub_subscription.MESSAGES
+            <= len(subscription._waiting)
+            <= pubsub_subscription.MESSAGES + 300
+        )
         assert "no more are read" in caplog.text
         found = await take(subscription, count)
     assert [int(delivery.envelope.id) for delivery in found] == list(range(count))
@@ -529,7 +533,7 @@ def test_it_offers_the_boundary_and_the_dead_letters() -> None:
     backend = RedisPubSubBackend("redis://localhost/")
     assert isinstance(backend, Admin)
     assert isinstance(backend, DeadLetterSource)
-    assert frame.decode(b"x")[0].id == frame.FOREIGN
+    assert codec.decode(b"x")[0].id == codec.FOREIGN
 
 
 def test_settings_choose_it_also_without_a_mode() -> None:

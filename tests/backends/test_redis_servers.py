@@ -19,7 +19,7 @@ from local_brokers.probes import free_port
 from qkit import QueueService, Settings, consume
 from qkit.backend import QueueSpec
 from qkit.backends.redis.connection import Address
-from qkit.backends.redis_list import RedisListBackend
+from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.errors import BackendUnavailable, ConfigError, SendTimeout
 from qkit.message import Envelope
 from tests.support.private_brokers import PrivateBroker, private_broker

@@ -11,11 +11,12 @@ import pytest
 from pamqp.commands import Basic
 from redis.asyncio import Redis
 
-from qkit import QueueService, Settings, consume, health
-from qkit.backends.kafka_log import driver
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.backends.redis_list import RedisListBackend
+from qkit import QueueService, Settings, consume
+from qkit.backends.kafka import driver
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.errors import QueueError
+from qkit.observability import health
 from tests.support.rabbitmq import bare_channel
 from tests.support.waiting import eventually
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend
-from qkit.backends.shared import SharedBackend
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.shared_directory import SharedBackend
 from qkit.errors import BackendUnavailable, ConfigError, LogLocked, SubscriptionLost
 from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
@@ -183,7 +183,7 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
 async def test_a_fault_while_taking_over_is_logged_and_tried_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("qkit.backends.shared.AGAIN_AFTER_FAULT", 0.01)
+    monkeypatch.setattr("qkit.backends.native.shared_directory.AGAIN_AFTER_FAULT", 0.01)
     faults = [OSError("no space"), OSError("no space")]
 
     async def own() -> tuple[NativeBackend, Engine]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from qkit import QueueService, Reject, Settings, consume
-from qkit.cli.frame import LOGGERS
+from qkit.cli.common import LOGGERS
 from tests.support.cli import Shell
 from tests.support.web import buried
 

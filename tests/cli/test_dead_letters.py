@@ -10,8 +10,8 @@ from collections.abc import Collection
 import pytest
 
 from qkit import QueueService, Settings
+from qkit.admin.dead_letters import DeadLetters
 from qkit.cli.dead_letters import seconds
-from qkit.dead_letters import DeadLetters
 from qkit.errors import ConfigError
 from qkit.message import Envelope, new_id
 from tests.support.cli import Shell

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from qkit.backends.capability_matrix import COLUMNS
 from qkit.cli.app import app
-from qkit.matrix import COLUMNS
 from tests.support.cli import Shell
 
 CANARY = "c4n4ry"

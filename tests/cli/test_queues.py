@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from qkit import QueueService, Settings
-from qkit.native import importing
-from qkit.native.inbox import BulkWriter, bulks, commit
+from qkit.native import bulk_import
+from qkit.native.bulk import BulkWriter, bulks, commit
 from tests.support.cli import Shell
 
 
@@ -104,7 +104,7 @@ def test_bulk_files_committed_before_are_seen(shell: Shell) -> None:
 
 
 def test_a_damaged_bulk_file_is_a_warning(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.2)
     bulk(shell, "bad")
     file = shell.path / "inbox" / "load-bad" / "00000000.seg"
     file.write_bytes(file.read_bytes()[:-30])

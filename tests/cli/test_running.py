@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qkit.cli.running import Pages, set_up_logs
+from qkit.cli.worker import Pages, set_up_logs
 from tests.support.cli import Shell
 
 WORKER = """

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from qkit._internal.retry import Backoff
 from qkit.cli.supervisor import Supervisor
-from qkit.retry import Backoff
 
 SOON = Backoff(initial=0.01, multiplier=1.0, maximum=0.01, jitter=0.0)
 

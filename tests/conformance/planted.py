@@ -14,24 +14,24 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from qkit._internal.clock import Clock
+from qkit._internal.retry import RetryPolicy
 from qkit.backend import Delivery, QueueSpec
-from qkit.backends.native import NativeBackend, NativeSubscription
-from qkit.clock import Clock
-from qkit.codec import Codec
+from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.codec.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
-from qkit.consumer import Consumer
-from qkit.crew import Crew
+from qkit.consuming.consumer import Consumer
+from qkit.consuming.consumer_pool import Crew
+from qkit.consuming.delivery_buffer import Intake
+from qkit.consuming.executor import RetryLater
+from qkit.consuming.settlement import Settlement
 from qkit.errors import ConfigError, QueueError
-from qkit.executor import RetryLater
-from qkit.health import Connection
-from qkit.intake import Intake
 from qkit.message import DeadLetter, Envelope, Sent, new_id
 from qkit.native import Engine
-from qkit.native.queue import QueueState
-from qkit.native.topic import Topic
-from qkit.retry import RetryPolicy
+from qkit.native.queue.state import QueueState
+from qkit.native.queue.topic import Topic
+from qkit.observability.health import Connection
 from qkit.service import QueueService
-from qkit.settlement import Settlement
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
@@ -272,7 +272,7 @@ def extend_does_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_handler_that_blocks_the_loop_past_its_lease_runs_once")
 def expiry_does_not_wait_for_renewals(patch: pytest.MonkeyPatch) -> None:
-    from qkit.native.actor import QueueActor
+    from qkit.native.queue.actor import QueueActor
 
     def fire(self: QueueActor) -> None:
         self._expire()

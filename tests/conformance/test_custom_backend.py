@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from examples.custom_backend import Queue, Toy
 from qkit import QueueService, Settings, consume
-from qkit.clock import Clock
+from qkit._internal.clock import Clock
 from qkit.conformance import Conformance, NewBackend
 
 
@@ -36,7 +36,7 @@ async def test_it_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) 
         "importlib.metadata.entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted)
     )
     monkeypatch.setattr(
-        "qkit.opening.entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted)
+        "qkit.backends.factory.entry_points", lambda **wanted: EntryPoints([entry]).select(**wanted)
     )
     greeted: list[str] = []
     service = QueueService(Settings(type="toy"))

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest_asyncio
 
-from qkit.backends.kafka import KafkaBackend
-from qkit.clock import Clock
-from qkit.config import SettingsValues
+from qkit._internal.clock import Clock
+from qkit.backends.kafka.backend import KafkaBackend
 from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.settings.model import SettingsValues
 
 
 class TestKafka(Conformance):

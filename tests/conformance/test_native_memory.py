@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 
 import pytest_asyncio
 
-from qkit.backends.native import NativeBackend
-from qkit.clock import Clock
+from qkit._internal.clock import Clock
+from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.native import Engine
 

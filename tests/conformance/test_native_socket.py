@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from qkit.backends.native import NativeBackend
-from qkit.backends.socket.client import SocketBackend
-from qkit.backends.socket.server import SocketServer
-from qkit.clock import Clock, SystemClock
+from qkit._internal.clock import Clock, SystemClock
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server.server import SocketServer
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.native import Engine
 from qkit.testing import VirtualClock

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import pytest_asyncio
 
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import Clock
-from qkit.config import SettingsValues
+from qkit._internal.clock import Clock
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.settings.model import SettingsValues
 from tests.support.rabbitmq import delete_declared
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest_asyncio
 
-from qkit.backends.redis_pubsub import RedisPubSubBackend
-from qkit.clock import Clock
-from qkit.config import SettingsValues
+from qkit._internal.clock import Clock
+from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.conformance import MATRIX, Conformance, NewBackend
+from qkit.settings.model import SettingsValues
 
 
 class TestRedisPubSub(Conformance):

@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import pytest_asyncio
 
+from qkit._internal.clock import Clock
 from qkit.backend import Backend, Capabilities, Delivery, QueueSpec, Subscription
-from qkit.backends.native import NativeBackend
-from qkit.clock import Clock
-from qkit.config import SettingsValues
+from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import NewBackend
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.refusals import ROWS, Refusals
-from qkit.conformance.tampering import Tampered
 from qkit.errors import Unsupported
 from qkit.message import Envelope, Sent
 from qkit.native import Engine
+from qkit.settings.model import SettingsValues
 
 
 class Bare(Tampered):

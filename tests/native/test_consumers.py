@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from qkit.backend import Balance, Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend, NativeSubscription
 from qkit.errors import (
     ConfigError,
     ConsumerNotFound,
@@ -27,8 +27,8 @@ from qkit.errors import (
 )
 from qkit.native import Delivery as Taken
 from qkit.native import Engine
-from qkit.native.actor import QueueActor
-from qkit.native.consumers import Consumer
+from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.consumers import Consumer
 from qkit.testing.clock import VirtualClock
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from qkit.errors import LogLocked, StorageError
-from qkit.native.disk import Disk
-from qkit.native.log import Log
+from qkit.native.log.disk import Disk
+from qkit.native.log.log import Log
 from tests.support.crasher import content
 
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from qkit import consume
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.errors import ConfigError, LifecycleError, LogDamaged, QueueFull, Unsupported
 from qkit.message import GROUP
 from qkit.native import Engine
 from qkit.native.config import QueueConfig
 from qkit.native.delivery import Delivery
-from qkit.native.disk import Disk
-from qkit.native.segment import name_of
-from qkit.native.storage import Storage
+from qkit.native.log.disk import Disk
+from qkit.native.log.segment import name_of
+from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine, view

@@ -24,9 +24,9 @@ from typing import Any, cast
 import pytest
 
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.segment import name_of
-from qkit.native.storage import Storage
+from qkit.native.log.disk import Disk
+from qkit.native.log.segment import name_of
+from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.books import Books
 from tests.support.disk import Call, Mode, SimulatedDisk

@@ -12,8 +12,8 @@ import pytest
 
 from qkit.errors import Damage, LogDamaged
 from qkit.native import Engine
-from qkit.native.record import Declare, decode
-from qkit.native.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
+from qkit.native.log.record import Declare, decode
+from qkit.native.log.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
 from qkit.testing import VirtualClock
 from tests.support.books import body_of
 from tests.support.disk import SimulatedDisk

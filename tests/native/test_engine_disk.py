@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from qkit import QueueService, consume
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.errors import QueueError, ReadOnly, StorageError
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.storage import Storage
+from qkit.native.log.disk import Disk
+from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine, view

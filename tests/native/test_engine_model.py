@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from qkit.errors import AckDeadlineExceeded, LifecycleError, QueueFull
 from qkit.message import GROUP
 from qkit.native.delivery import Delivery
-from qkit.native.durable import DurableActor
+from qkit.native.storage.durable_queue import DurableActor
 from qkit.testing import VirtualClock
 from tests.support.books import body_of
 from tests.support.disk import SimulatedDisk

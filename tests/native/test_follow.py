@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from qkit.clock import SystemClock
+from qkit._internal.clock import SystemClock
 from qkit.errors import ConfigError, LogDamaged, StorageError
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.follow import Chosen, Follower, Place, read_piece
-from qkit.native.inbox import BulkWriter, commit
-from qkit.native.readers import exchanging, forget, is_kept, keep
-from qkit.native.storage import Storage
+from qkit.native.bulk import BulkWriter, commit
+from qkit.native.log.disk import Disk
+from qkit.native.log.reader import Chosen, Follower, Place, read_piece
+from qkit.native.log.retention import exchanging, forget, is_kept, keep
+from qkit.native.storage.storage import Storage
 
 NONE = frozenset[int]()
 
@@ -145,7 +145,7 @@ async def test_a_reader_that_asks_during_a_compaction_is_heard(
             await engine.publish("orders", b"%05d" % number * 20)
         await engine.purge("orders")
 
-        from qkit.native import compaction, storage
+        from qkit.native.storage import compaction, storage
 
         def compact_slowly(*args: object) -> object:
             result = compact(*args)  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ import pytest
 
 from qkit.errors import ConfigError, LogDamaged
 from qkit.native import Engine
-from qkit.native.inbox import BulkWriter, abort, bulks, commit
-from qkit.native.writer import Done
+from qkit.native.bulk import BulkWriter, abort, bulks, commit
+from qkit.native.log.writer import Done
 from qkit.testing import VirtualClock
 
 
@@ -164,7 +164,7 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 async def test_an_engine_finds_bulk_files_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.LOOK", 0.01)
+    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.01)
     async with await Engine.open(tmp_path) as engine:
         bulk(tmp_path, "load")
         commit(tmp_path, "load")
@@ -229,7 +229,7 @@ async def test_a_clock_that_goes_back_does_not_change_the_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([2_000_000_000 * 10**9, 1_000_000_000 * 10**9, 1_500_000_000 * 10**9])
-    monkeypatch.setattr("qkit.native.inbox.time_ns", lambda: next(times))
+    monkeypatch.setattr("qkit.native.bulk.time_ns", lambda: next(times))
     for name in ("c", "a", "b"):
         bulk(tmp_path, name, parts=1, count=1)
         commit(tmp_path, name)

@@ -9,8 +9,8 @@ import pytest
 
 from qkit.errors import ConfigError, StorageError
 from qkit.native import Engine
-from qkit.native.inbox import BulkWriter, bulks, check_identity, commit, identity
-from qkit.native.jobs import commit_once, job_name
+from qkit.native.bulk import BulkWriter, bulks, check_identity, commit, identity
+from qkit.native.bulk_jobs import commit_once, job_name
 from qkit.testing import VirtualClock
 
 

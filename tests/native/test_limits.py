@@ -26,11 +26,11 @@ from qkit.errors import (
     QueueNotFound,
     StorageError,
 )
-from qkit.health import MAX_CHANNELS, Counters
 from qkit.native import Engine
+from qkit.native.bulk import BulkWriter, commit
 from qkit.native.catalogue import MAX_QUEUES
-from qkit.native.encode import encode_declare, encode_publish
-from qkit.native.inbox import BulkWriter, commit
+from qkit.native.log.encode import encode_declare, encode_publish
+from qkit.observability.health import MAX_CHANNELS, Counters
 from tests.support.engines import open_engine, view
 
 TWINS = "ordérs", "orde\u0301rs", "оrders", "orders\u200b", "ORDERS\ufe0f"
@@ -449,7 +449,7 @@ async def test_queues_are_capped_and_those_refused_counted(monkeypatch):
 
 
 async def test_the_channels_of_a_service_are_capped_and_those_refused_counted(monkeypatch):
-    monkeypatch.setattr("qkit.routes.MAX_ROUTES", 50)
+    monkeypatch.setattr("qkit.handlers.route.MAX_ROUTES", 50)
     async with QueueService(Settings(type="native")) as service:
         for number in range(60):
             with contextlib.suppress(ConfigError):

@@ -21,8 +21,8 @@ from qkit.errors import (
     ReadOnly,
     StorageError,
 )
-from qkit.native import log as log_module
-from qkit.native.log import Log, Rewrite, positions
+from qkit.native.log import log as log_module
+from qkit.native.log.log import Log, Rewrite, positions
 from tests.support.crasher import content, number
 from tests.support.disk import SimulatedDisk
 

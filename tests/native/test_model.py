@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 
 from qkit.errors import AckDeadlineExceeded, QueueFull
 from qkit.message import Reason
-from qkit.native.queue import QueueState
+from qkit.native.queue.state import QueueState
 
 MAX_DEPTH, MAX_PRIORITY, MAX_DELIVERIES = 12, 3, 3
 SECONDS = st.integers(1, 12).map(float)

@@ -6,9 +6,9 @@ import pytest
 
 from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueFull
 from qkit.message import Reason
-from qkit.native.dead import LeaseExpired, TimeToLiveExpired
-from qkit.native.queue import QueueState
-from qkit.native.stored import GONE
+from qkit.native.queue.dead_message import LeaseExpired, TimeToLiveExpired
+from qkit.native.queue.state import QueueState
+from qkit.native.queue.stored_message import GONE
 
 LEASE = 30.0
 

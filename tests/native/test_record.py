@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qkit.errors import PayloadTooLarge
-from qkit.native import encode
-from qkit.native.encode import (
+from qkit.native.log import encode
+from qkit.native.log.encode import (
     encode_ack,
     encode_bury,
     encode_claim,
@@ -23,7 +23,7 @@ from qkit.native.encode import (
     encode_release,
     encode_remove,
 )
-from qkit.native.record import (
+from qkit.native.log.record import (
     Ack,
     Bury,
     Claim,

@@ -18,8 +18,8 @@ from random import Random
 import pytest
 
 from qkit.errors import Damage, LogDamaged, LogVersion, ReadOnly
-from qkit.native.log import Log
-from qkit.native.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
+from qkit.native.log.log import Log
+from qkit.native.log.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
 from tests.native.test_segment import of_version
 from tests.support.crasher import content, number
 from tests.support.disk import Mode, SimulatedDisk

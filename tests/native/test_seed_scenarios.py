@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 
 from qkit.backend import SubscriptionSpec
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.errors import AckDeadlineExceeded, QueueFull
 from qkit.message import Reason
 from qkit.native import Delivery, Engine

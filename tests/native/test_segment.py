@@ -8,7 +8,7 @@ from zlib import crc32
 import pytest
 
 from qkit.errors import LogVersion
-from qkit.native.segment import (
+from qkit.native.log.segment import (
     FRAME_SIZE,
     HEADER_SIZE,
     VERSION,

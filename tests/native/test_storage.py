@@ -8,7 +8,7 @@ import pytest
 
 from qkit.message import Envelope
 from qkit.native import Engine
-from qkit.native.storage import Storage
+from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.disk import SimulatedDisk
 

@@ -27,7 +27,7 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.native import Delivery, Engine
-from qkit.native.threads import Gate
+from qkit.native.cross_thread import Gate
 from tests.support.services import until
 
 T = TypeVar("T")

@@ -11,10 +11,10 @@ import pytest
 
 from qkit.errors import StorageError
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.inbox import BulkWriter, commit
-from qkit.native.log import Log
-from qkit.native.storage import Storage
+from qkit.native.bulk import BulkWriter, commit
+from qkit.native.log.disk import Disk
+from qkit.native.log.log import Log
+from qkit.native.storage.storage import Storage
 from qkit.testing import VirtualClock
 from tests.support.disk import SimulatedDisk
 from tests.support.engines import open_engine
@@ -176,7 +176,7 @@ async def test_a_close_that_was_given_up_comes_to_its_end(tmp_path: Path) -> Non
 async def test_the_keeper_survives_whatever_goes_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.LOOK", 0.005)
+    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.005)
     failures = 0
 
     def broken(self: Storage) -> list[str]:
@@ -196,9 +196,9 @@ async def test_the_keeper_survives_whatever_goes_wrong(
 async def test_the_keeper_tidies_when_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.LOOK", 0.01)
-    monkeypatch.setattr("qkit.native.storage.IDLE", 0.02)
-    monkeypatch.setattr("qkit.native.storage.WORTH", 1)
+    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.01)
+    monkeypatch.setattr("qkit.native.storage.storage.IDLE", 0.02)
+    monkeypatch.setattr("qkit.native.storage.storage.WORTH", 1)
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
         for _ in range(50):

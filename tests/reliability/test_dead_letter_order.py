@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from qkit import DeadLetter, QueueService, consume
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.tampering import Tampered
+from qkit.conformance.fault_injection import Tampered
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent, new_id
 from tests.support.carriers import Site, in_other_processes, keeps_dead_letters, on, redelivers
 from tests.support.waiting import eventually

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from qkit import SyncQueueService
-from qkit.spark import stage
+from qkit.spark import staging
 from qkit.spark.options import plan_of
-from qkit.spark.stage import StageFile
+from qkit.spark.staging import StageFile
 
 BROKERS = ["redis", "rabbitmq", "kafka", "native"]
 
@@ -22,7 +22,7 @@ def service_of(options: Mapping[str, str]) -> Iterator[SyncQueueService]:
 
 
 def rows(files: list[list[StageFile]]) -> list[dict[str, Any]]:
-    return [row for names in files for batch in stage.read(names) for row in batch.to_pylist()]
+    return [row for names in files for batch in staging.read(names) for row in batch.to_pylist()]
 
 
 def values(found: list[dict[str, Any]]) -> list[int]:

@@ -22,15 +22,15 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from qkit.errors import BackendUnavailable, ConfigError, LogDamaged, QueueNotFound, StorageError
 from qkit.message import new_id
-from qkit.native import Engine, importing
-from qkit.native.inbox import BulkWriter, bulks, commit
-from qkit.spark import stage
+from qkit.native import Engine, bulk_import
+from qkit.native.bulk import BulkWriter, bulks, commit
+from qkit.spark import staging
+from qkit.spark.batch_reader import Snapshot
 from qkit.spark.columns import Columns
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan, plan_of
-from qkit.spark.snapshot import Snapshot
-from qkit.spark.streaming import StreamReader
-from qkit.spark.writing import BatchWriter
+from qkit.spark.stream_reader import StreamReader
+from qkit.spark.writer import BatchWriter
 from tests.spark.channels import BROKERS, service_of, values
 
 
@@ -121,7 +121,7 @@ class TestChannelsThatDoNotExist:
     def test_a_topic_must_exist_and_its_group_need_not(
         self, new: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("qkit.spark.claiming.JOINING", 1.0)
+        monkeypatch.setattr("qkit.spark.stage_consumer.JOINING", 1.0)
         topic = {**new, "broadcast": "true", "consume": "true", "group": "archive"}
         with pytest.raises(QueueNotFound, match=new["channel"]):
             stream(topic)
@@ -241,7 +241,7 @@ class TestBulkFiles:
     def test_one_that_is_damaged_is_an_error_for_its_channel_alone(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
+        monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.2)
         path = Path(native["path"])
         with service_of(native) as service:
             service.send_many("orders", range(2))
@@ -260,7 +260,7 @@ class TestBulkFiles:
     def test_one_that_is_refused_is_an_error_for_its_channel_alone(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.2)
+        monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.2)
         path = Path(native["path"])
         with service_of(native) as service:
             service.send_many("orders", range(2))
@@ -276,9 +276,9 @@ class TestBulkFiles:
     def test_one_that_its_owner_does_not_import_is_an_outage(
         self, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(importing, "CHECK_AFTER_SECONDS", 0.1)
-        monkeypatch.setattr(importing, "GIVE_UP_AFTER_SECONDS", 0.3)
-        monkeypatch.setattr("qkit.backends.shared.SharedBackend.start", refuse)
+        monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.1)
+        monkeypatch.setattr(bulk_import, "GIVE_UP_AFTER_SECONDS", 0.3)
+        monkeypatch.setattr("qkit.backends.native.shared_directory.SharedBackend.start", refuse)
         with owner(native) as process:
             os.kill(process.pid, signal.SIGSTOP)
             publish(native, 1)
@@ -395,11 +395,11 @@ def test_a_stage_of_an_older_version_can_be_read(tmp_path: Path) -> None:
     batch = pa.RecordBatch.from_pylist([{"value": b"1"}])
     with pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
-    source = stage.Stage(
+    source = staging.Stage(
         plan_of({"channel": "orders", "path": str(tmp_path / "x"), "stage": str(tmp_path)})
     )
     [[found]] = source.pieces({"stage": 0}, {"stage": 1})
-    assert [item.to_pylist() for item in stage.read([found])] == [[{"value": b"1"}]]
+    assert [item.to_pylist() for item in staging.read([found])] == [[{"value": b"1"}]]
 
 
 def test_paths_are_absolute_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from qkit.message import new_id
 from qkit.spark.columns import Columns
 from qkit.spark.options import plan_of
 from qkit.spark.report import report_of
-from qkit.spark.writing import BatchWriter
+from qkit.spark.writer import BatchWriter
 from tests.spark.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -15,7 +15,7 @@ import qkit.spark
 from qkit import Header, Message, Settings, SyncQueueService, consume
 from qkit.errors import Unsupported
 from qkit.message import new_id
-from qkit.spark.kafka import connector_options, has_connector, suits
+from qkit.spark.kafka_connector import connector_options, has_connector, suits
 from qkit.spark.publish import as_options
 from tests.support.brokers import brokers_required
 

@@ -13,13 +13,13 @@ from qkit import SyncQueueService
 from qkit.errors import (
     StorageError,
 )
-from qkit.native.readers import forget
+from qkit.native.log.retention import forget
 from qkit.spark import broker_log, native_log
 from qkit.spark.broker_log import BrokerLog
 from qkit.spark.columns import Columns
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan, plan_of
-from qkit.spark.writing import BatchWriter
+from qkit.spark.writer import BatchWriter
 from tests.spark.channels import service_of
 
 

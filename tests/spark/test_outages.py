@@ -17,7 +17,7 @@ from qkit.errors import (
 )
 from qkit.message import new_id
 from qkit.spark.options import plan_of
-from qkit.spark.streaming import StreamReader
+from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import service_of, values
 from tests.support.private_brokers import PrivateBroker
 from tests.support.proxy import Proxy

@@ -10,7 +10,7 @@ import pytest
 from qkit import QueueService, Settings, consume
 from qkit.errors import QueueFull
 from qkit.message import Envelope, new_id
-from qkit.spark.outlet import Outlet
+from qkit.spark.task_sender import Outlet
 from tests.support.waiting import eventually
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
-from qkit.spark.page import page
 from qkit.spark.report import Report
+from qkit.spark.report_html import page
 
 
 def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:

@@ -12,9 +12,9 @@ from qkit.errors import (
     QueueNotFound,
     Unsupported,
 )
-from qkit.spark import snapshot
+from qkit.spark import batch_reader
+from qkit.spark.batch_reader import Snapshot
 from qkit.spark.options import plan_of
-from qkit.spark.snapshot import Snapshot
 from tests.spark.channels import BROKERS, service_of, values
 
 
@@ -41,7 +41,7 @@ class TestSnapshot:
     def test_what_has_no_end_and_what_keeps_nothing_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(snapshot, "MOST", 3)
+        monkeypatch.setattr(batch_reader, "MOST", 3)
         options = {"channel": "orders", "path": str(tmp_path)}
         with service_of(options) as service:
             service.send_many("orders", range(4))

@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from qkit.errors import ConfigError
 from qkit.spark.source import QkitDataSource
-from qkit.spark.writing import STALE, TaskDone
+from qkit.spark.writer import STALE, TaskDone
 from tests.spark.channels import service_of
 
 ROWS = StructType.fromJson(

@@ -11,10 +11,10 @@ from qkit.errors import (
     ConfigError,
     StorageError,
 )
-from qkit.spark import stage
+from qkit.spark import staging
 from qkit.spark.options import plan_of
-from qkit.spark.stage import Stage
-from qkit.spark.streaming import StreamReader
+from qkit.spark.staging import Stage
+from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import BROKERS, rows, service_of, values
 
 
@@ -116,7 +116,7 @@ class TestStage:
         redis = {"channel": "orders", "type": "redis", "mode": "list", "url": "redis://x:1/0"}
         with pytest.raises(ConfigError, match="option\\('stage'"):
             StreamReader(plan_of(redis))
-        monkeypatch.setattr(stage, "PATIENCE", 0.1)
+        monkeypatch.setattr(staging, "PATIENCE", 0.1)
         plan = plan_of({**redis, "stage": str(tmp_path / "stage")})
         first = Stage(plan)
         first.initial()

@@ -134,7 +134,7 @@ def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
 def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    from qkit.spark.stage import Stage
+    from qkit.spark.staging import Stage
 
     options = {**redis_list(f"spark-{new_id()}"), "stage": str(tmp_path / "stage")}
     with channel(options) as service:

@@ -31,11 +31,11 @@ from qkit.message import new_id
 from qkit.native import Engine
 from qkit.native.config import QueueConfig
 from qkit.spark import native_log
-from qkit.spark.bodies import ids
 from qkit.spark.columns import Columns, columns_of
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import plan_of
-from qkit.spark.writing import BatchWriter, TaskDone
+from qkit.spark.row_encoder import ids
+from qkit.spark.writer import BatchWriter, TaskDone
 from tests.spark.channels import BROKERS, service_of
 from tests.spark.conftest import ROOT
 
@@ -258,7 +258,7 @@ def test_decimals_are_seconds_too() -> None:
 
 
 def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkit.spark.bodies._ROWS", 2)
+    monkeypatch.setattr("qkit.spark.row_encoder._ROWS", 2)
     numbers = ids("job", 1, 1_700_000_000.0)
     found = [next(numbers) for _ in range(4)]
     assert found == sorted(set(found))

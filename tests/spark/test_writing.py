@@ -20,9 +20,9 @@ from qkit import DeadLetter, Settings, SyncQueueService
 from qkit.errors import ConfigError, InvalidName
 from qkit.message import Envelope, new_id
 from qkit.native import Engine
-from qkit.native.inbox import bulks
-from qkit.spark.bodies import ids
+from qkit.native.bulk import bulks
 from qkit.spark.options import plan_of
+from qkit.spark.row_encoder import ids
 from tests.spark.channels import service_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

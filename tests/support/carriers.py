@@ -21,10 +21,10 @@ import pytest
 
 from local_brokers.probes import free_port
 from qkit import QueueService, Settings
+from qkit._internal.clock import SystemClock
 from qkit.backend import Backend, Capabilities
-from qkit.clock import SystemClock
-from qkit.matrix import MATRIX
-from qkit.opening import open_backend
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.factory import open_backend
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.proxy import Proxy
 from tests.support.sessions import SESSION

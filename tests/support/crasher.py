@@ -12,7 +12,7 @@ import struct
 import sys
 from random import Random
 
-from qkit.native.log import Log
+from qkit.native.log.log import Log
 
 __all__ = ["content", "number"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from qkit.native.disk import Disk
+from qkit.native.log.disk import Disk
 
 __all__ = ["SECTOR", "Call", "Mode", "SimulatedDisk"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import cast
 
-from qkit.native.storage import Fsync
+from qkit.native.storage.storage import Fsync
 from tests.support.engines import open_engine
 from tests.support.history import live, prepare
 

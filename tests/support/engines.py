@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qkit.clock import Clock
+from qkit._internal.clock import Clock
 from qkit.message import GROUP
 from qkit.native import Engine
-from qkit.native.disk import Disk
-from qkit.native.storage import Storage
+from qkit.native.log.disk import Disk
+from qkit.native.storage.storage import Storage
 from tests.support.disk import SimulatedDisk
 
 __all__ = ["Seen", "held_bytes", "open_engine", "view"]

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
+from qkit._internal.clock import Clock
 from qkit.backend import Capabilities, Delivery, QueueSpec, QueueStats, SubscriptionSpec
-from qkit.backends.native import NativeBackend, NativeSubscription
-from qkit.clock import Clock
+from qkit.backends.native.backend import NativeBackend, NativeSubscription
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["BLACK_HOLE", "FaultyBackend"]

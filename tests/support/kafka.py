@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from qkit.backend import Delivery, SubscriptionSpec
-from qkit.backends.kafka_log.subscription import KafkaSubscription
+from qkit.backends.kafka.subscription import KafkaSubscription
 
 __all__ = ["spec", "take"]
 

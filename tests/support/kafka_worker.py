@@ -11,7 +11,7 @@ import os
 import sys
 
 from qkit import Message, QueueService, Settings, consume
-from qkit.backends.kafka import KafkaBackend
+from qkit.backends.kafka.backend import KafkaBackend
 
 
 async def main(url: str, queue: str, session: float) -> None:

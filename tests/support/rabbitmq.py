@@ -15,9 +15,9 @@ from qkit.backend import (
     QueueSpec,
     SubscriptionSpec,
 )
-from qkit.backends.rabbit.subscription import RabbitSubscription
-from qkit.backends.rabbit.topology import group_queue
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.subscription import RabbitSubscription
+from qkit.backends.rabbitmq.topology import group_queue
 from qkit.message import DeadLetter
 from tests.support.waiting import eventually
 

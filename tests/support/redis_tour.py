@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from typing import Any
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
 from qkit.backends.redis.connection import Address
-from qkit.backends.redis_list import RedisListBackend
-from qkit.backends.redis_pubsub import RedisPubSubBackend
-from qkit.clock import SystemClock
+from qkit.backends.redis.list_backend import RedisListBackend
+from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.message import Envelope
 
 __all__ = ["tour"]

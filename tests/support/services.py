@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qkit import DeadLetter, QueueService, Settings
+from qkit._internal.clock import Clock
 from qkit.backend import Backend
-from qkit.channels import Middleware
-from qkit.clock import Clock
+from qkit.handlers.channel import Middleware
 
 __all__ = ["failures", "make_service", "only_letter", "until"]
 

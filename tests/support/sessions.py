@@ -14,7 +14,7 @@ SESSION: Final = 6.0
 @contextmanager
 def short_sessions() -> Iterator[None]:
     """Inside it a ``KafkaBackend`` that the settings open has sessions of six seconds."""
-    from qkit.backends.kafka import KafkaBackend
+    from qkit.backends.kafka.backend import KafkaBackend
 
     defaults = KafkaBackend.__init__.__kwdefaults__
     assert defaults is not None

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from qkit import QueueError, QueueService, Settings, consume
-from qkit.backends.native import DURABLE, NativeBackend
-from qkit.backends.shared import SharedBackend
+from qkit.backends.native.backend import DURABLE, NativeBackend
+from qkit.backends.native.shared_directory import SharedBackend
 from qkit.errors import LogLocked
 from qkit.native import Engine
 

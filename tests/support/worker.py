@@ -15,7 +15,7 @@ import threading
 import time
 
 from qkit import Message, QueueError, QueueService, Settings, SyncQueueService, consume
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.native import Engine
 
 SETTINGS = Settings(type="native", shutdown={"timeout": 20})

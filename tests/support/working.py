@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from qkit import Channel, Message, QueueError, QueueService, Reject, Settings, consume
-from qkit.clock import SystemClock
-from qkit.conformance.tampering import Tampered
+from qkit._internal.clock import SystemClock
+from qkit.backends.factory import open_backend
+from qkit.conformance.fault_injection import Tampered
 from qkit.message import Envelope, Sent
-from qkit.opening import open_backend
 from tests.support.sessions import short_sessions
 
 FOR_EVER: Final = 3_600.0

@@ -24,7 +24,7 @@ from qkit import (
     channel,
     consume,
 )
-from qkit.backends.native import NativeBackend
+from qkit.backends.native.backend import NativeBackend
 from qkit.testing import TestService, VirtualClock
 
 WEEK = 7 * 24 * 3600.0

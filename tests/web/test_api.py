@@ -16,8 +16,8 @@ from qkit import BackendUnavailable, Channel, QueueService, consume
 from qkit.backend import QueueStats
 from qkit.message import Envelope, new_id
 from qkit.web import create_app
-from qkit.web.sampling import Sampler
-from qkit.web.shapes import QueueView
+from qkit.web.sampler import Sampler
+from qkit.web.schemas import QueueView
 from tests.support.web import AUTHORIZED, Orders, buried, client_of, eventually, make_shop
 
 
@@ -432,7 +432,7 @@ async def test_a_broker_that_is_silent_is_not_waited_for_long(
     async def never(*arguments: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("qkit.web.sampling.PATIENCE", 0.05)
+    monkeypatch.setattr("qkit.web.sampler.PATIENCE", 0.05)
     async with client_of(service) as client:
         monkeypatch.setattr(service, "stats", never)
         overview = (await client.get("/api/overview")).json()
@@ -447,7 +447,7 @@ async def test_a_broker_that_is_silent_is_not_waited_for_long(
 async def test_more_queues_than_a_page_holds_are_counted(
     service: QueueService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.web.sampling.MAX_QUEUES", 3)
+    monkeypatch.setattr("qkit.web.sampler.MAX_QUEUES", 3)
     for number in range(9):
         await service.send(f"a-queue-{number}", 1)
     async with client_of(service) as client:

@@ -10,7 +10,7 @@ import pytest
 
 from qkit import ConfigError, QueueService
 from qkit.web import create_app
-from qkit.web.guard import SECURITY_HEADERS, Guard
+from qkit.web.access_control import SECURITY_HEADERS, Guard
 from tests.support.web import AUTHORIZED, TOKEN, buried, client_of, make_shop
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "WHATEVER")

@@ -9,7 +9,7 @@ import pytest
 
 from qkit import QueueService
 from qkit.web import serve
-from qkit.web.guard import SECURITY_HEADERS
+from qkit.web.access_control import SECURITY_HEADERS
 from tests.support.web import Orders
 
 
@@ -40,7 +40,7 @@ async def test_a_page_gets_the_history_and_then_what_happens(service: QueueServi
 async def test_only_so_many_pages_are_served(
     service: QueueService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.web.stream.MAX_STREAMS", 1)
+    monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
     async with serve(service, port=0) as address, httpx.AsyncClient(timeout=20) as client:
         async with client.stream("GET", f"{address}api/events") as stream:
             await anext(stream.aiter_lines())
@@ -52,7 +52,7 @@ async def test_only_so_many_pages_are_served(
 async def test_a_page_that_leaves_makes_room(
     service: QueueService, monkeypatch: pytest.MonkeyPatch, orders: Orders
 ) -> None:
-    monkeypatch.setattr("qkit.web.stream.MAX_STREAMS", 1)
+    monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
     async with serve(service, port=0) as address:
         for _ in range(3):
             async with httpx.AsyncClient(timeout=20) as client:

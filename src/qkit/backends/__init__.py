@@ -1,1 +1,5 @@
-"""The backends; each is imported when it is opened, so that none needs another's driver."""
+"""Implementations of the backend boundary.
+
+Each package is imported when its backend is opened, so that none needs another's driver.
+May import: ``backend``, ``settings``, ``native`` and what lies below them; no policy.
+"""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import qkit
-from qkit.cli import dead_letters, describing, messages, queues, running
+from qkit.cli import dead_letters, info, messages, queues, worker
 from qkit.cli.terminal import out
 
 __all__ = ["app"]
@@ -24,8 +24,8 @@ app = typer.Typer(
 )
 
 _WORK, _LOOK, _TELL = "Work", "Look and tidy", "Tell"
-app.command(rich_help_panel=_WORK)(running.run)
-app.command(rich_help_panel=_WORK)(running.web)
+app.command(rich_help_panel=_WORK)(worker.run)
+app.command(rich_help_panel=_WORK)(worker.web)
 app.command(rich_help_panel=_WORK)(messages.send)
 app.command(rich_help_panel=_WORK)(messages.consume)
 app.command("queues", rich_help_panel=_LOOK)(queues.list_queues)
@@ -33,10 +33,10 @@ app.command(rich_help_panel=_LOOK)(queues.stats)
 app.command(rich_help_panel=_LOOK)(messages.peek)
 app.command(rich_help_panel=_LOOK)(queues.purge)
 app.add_typer(dead_letters.app, name="dlq", rich_help_panel=_LOOK)
-app.command(rich_help_panel=_TELL)(describing.health)
-app.command(rich_help_panel=_TELL)(describing.capabilities)
-app.command(rich_help_panel=_TELL)(describing.asyncapi)
-app.add_typer(describing.config_app, name="config", rich_help_panel=_TELL)
+app.command(rich_help_panel=_TELL)(info.health)
+app.command(rich_help_panel=_TELL)(info.capabilities)
+app.command(rich_help_panel=_TELL)(info.asyncapi)
+app.add_typer(info.config_app, name="config", rich_help_panel=_TELL)
 
 
 def _version(wanted: bool) -> None:

@@ -15,7 +15,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, find_settings, run, service
+from qkit.admin.views import DeadLetterView
+from qkit.cli.common import AsJson, Config, Yes, command, confirmed, find_settings, run, service
 from qkit.cli.queues import figures
 from qkit.cli.terminal import (
     ago,
@@ -31,10 +32,9 @@ from qkit.cli.terminal import (
     tell,
 )
 from qkit.errors import ConfigError, MessageNotFound
-from qkit.lookup import require_queue
 from qkit.message import DeadLetter, Reason
+from qkit.queue_lookup import require_queue
 from qkit.service import QueueService
-from qkit.views import DeadLetterView
 
 __all__ = ["app"]
 

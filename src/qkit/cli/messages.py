@@ -17,6 +17,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
 from rich.text import Text
 
+from qkit._internal.clock import SystemClock
+from qkit.admin.views import MessageView, body_view
 from qkit.backend import (
     Backend,
     Delivery,
@@ -24,16 +26,8 @@ from qkit.backend import (
     SubscriptionSpec,
     UnheardReporting,
 )
-from qkit.cli.frame import (
-    FAILED,
-    AsJson,
-    Config,
-    command,
-    find_settings,
-    run,
-    service,
-    service_on,
-)
+from qkit.backends.factory import open_backend
+from qkit.cli.common import FAILED, AsJson, Config, command, find_settings, run, service, service_on
 from qkit.cli.terminal import (
     ago,
     block,
@@ -46,14 +40,11 @@ from qkit.cli.terminal import (
     safe,
     tell,
 )
-from qkit.clock import SystemClock
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
-from qkit.lookup import close_to
 from qkit.message import Envelope, Message, Sent
-from qkit.opening import open_backend
-from qkit.outgoing import SendOptions
+from qkit.queue_lookup import close_to
+from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
-from qkit.views import MessageView, body_view
 
 __all__ = ["consume", "peek", "send"]
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from qkit.backend import QueueStats
-from qkit.cli.frame import AsJson, Config, Yes, command, confirmed, run, service
+from qkit.cli.common import AsJson, Config, Yes, command, confirmed, run, service
 from qkit.cli.terminal import age, count, number, out, print_json, print_json_line, table, tell
 from qkit.errors import QueueNotFound
 from qkit.service import QueueService

@@ -13,9 +13,9 @@ import signal
 import time
 from collections.abc import Generator, Mapping, Sequence
 
-from qkit.logs import logger
-from qkit.retry import Backoff
-from qkit.signals import catch
+from qkit._internal.logging import logger
+from qkit._internal.retry import Backoff
+from qkit._internal.signals import catch
 
 __all__ = ["Supervisor"]
 

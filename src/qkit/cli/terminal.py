@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from qkit.views import BodyView
+from qkit.admin.views import BodyView
 
 __all__ = [
     "age",

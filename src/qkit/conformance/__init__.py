@@ -13,11 +13,13 @@ Every scenario that the capabilities call for runs; every feature that is unsupp
 be refused. It needs pytest and pytest-asyncio.
 """
 
-from qkit.conformance.administration import Administration
+from qkit.backends.capability_matrix import COLUMNS, MATRIX
+from qkit.conformance.admin import Administration
 from qkit.conformance.dead_letters import DeadLetterRecords
 from qkit.conformance.declarations import Declarations
 from qkit.conformance.delivery import Deliveries
 from qkit.conformance.failure import Failure
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.foreign import Foreign
 from qkit.conformance.handlers import Handlers
 from qkit.conformance.harness import Harness, NewBackend, requires
@@ -32,10 +34,8 @@ from qkit.conformance.send_faults import SendFaults
 from qkit.conformance.send_limits import SendLimits
 from qkit.conformance.sending import Sending
 from qkit.conformance.settlement import Settlement
-from qkit.conformance.tampering import Tampered
 from qkit.conformance.timing import Timing
 from qkit.conformance.topics import Topics
-from qkit.matrix import COLUMNS, MATRIX
 
 __all__ = ["COLUMNS", "MATRIX", "Conformance", "Harness", "NewBackend", "Tampered", "requires"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from qkit.conformance.harness import Harness, Serve, requires
-from qkit.decorators import channel, consume
 from qkit.errors import Reject
-from qkit.events import DeadLettered
+from qkit.handlers.decorators import channel, consume
 from qkit.message import Message
+from qkit.observability.events import DeadLettered
 from qkit.service import QueueService
 
 __all__ = ["DeadLetterRecords"]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from qkit.backend import Backend, QueueSpec
-from qkit.channels import Channel, ChannelOptions
-from qkit.config import RetrySettings
 from qkit.conformance.harness import Harness, Serve, requires
 from qkit.conformance.sending import collecting
-from qkit.decorators import consume
 from qkit.errors import InvalidPriority
+from qkit.handlers.channel import Channel, ChannelOptions
+from qkit.handlers.decorators import consume
 from qkit.message import DeadLetter, Message, Reason
+from qkit.settings.model import RetrySettings
 
 __all__ = ["Declarations"]
 

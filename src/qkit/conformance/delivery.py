@@ -6,9 +6,9 @@ import asyncio
 from collections import Counter
 
 from qkit.backend import Backend, Delivery, Subscription
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve, bodies, requires
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
+from qkit.handlers.decorators import consume
 
 __all__ = ["Deliveries"]
 

@@ -11,10 +11,10 @@ import pytest
 
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, Serve, requires
-from qkit.decorators import consume
 from qkit.errors import Reject, Retry
-from qkit.events import DeadLettered, Retried
+from qkit.handlers.decorators import consume
 from qkit.message import Message
+from qkit.observability.events import DeadLettered, Retried
 
 __all__ = ["Failure"]
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, Serve, requires
 from qkit.conformance.sending import collecting
-from qkit.decorators import consume
+from qkit.handlers.decorators import consume
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Message, Reason, new_id
 
 __all__ = ["Foreign"]

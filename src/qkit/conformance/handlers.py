@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from qkit.channels import Channel
-from qkit.clock import Clock
+from qkit._internal.clock import Clock
 from qkit.conformance.harness import Harness, Serve, requires
-from qkit.decorators import channel, consume
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import channel, consume
 from qkit.message import Message, Sent
 
 __all__ = ["Handlers"]

@@ -18,6 +18,7 @@ from typing import ClassVar, TypeVar, cast
 import pytest
 import pytest_asyncio
 
+from qkit._internal.clock import Clock, SystemClock
 from qkit.backend import (
     Backend,
     Capabilities,
@@ -26,10 +27,9 @@ from qkit.backend import (
     Subscription,
     SubscriptionSpec,
 )
-from qkit.clock import Clock, SystemClock
-from qkit.config import Settings, SettingsValues
 from qkit.message import DeadLetter, Envelope, new_id
 from qkit.service import QueueService
+from qkit.settings.model import Settings, SettingsValues
 from qkit.testing.clock import VirtualClock
 
 __all__ = ["Harness", "NewBackend", "Serve", "requires"]

@@ -10,10 +10,10 @@ import pytest
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.sending import Spied
-from qkit.decorators import consume
 from qkit.errors import InvalidHeader, Reject
+from qkit.handlers.decorators import consume
+from qkit.handlers.signature import Header
 from qkit.message import CONTENT_TYPE, TRACEPARENT, Message, Reason
-from qkit.signatures import Header
 
 __all__ = ["Headers"]
 

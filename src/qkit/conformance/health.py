@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.clock import Clock
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, QueueError, Reject
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
 
 __all__ = ["HealthAndMetrics"]

@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from qkit.clock import Clock
+from qkit._internal.clock import Clock
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.decorators import consume
 from qkit.errors import LifecycleError
+from qkit.handlers.decorators import consume
 from qkit.message import Message
 from qkit.testing.clock import VirtualClock
 

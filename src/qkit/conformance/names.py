@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from qkit.backend import Backend, QueueSpec
-from qkit.channels import Channel
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.sending import Spied
-from qkit.decorators import channel, consume
 from qkit.errors import InvalidName, QueueError, Reject
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import channel, consume
 from qkit.message import Message
 
 __all__ = ["Names"]

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from qkit.backend import Backend, Delivery, Subscription
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import (
     BackendUnavailable,
     BatchError,
@@ -17,6 +16,7 @@ from qkit.errors import (
     SubscriptionLost,
     Unavailable,
 )
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
 
 __all__ = ["Outages"]

@@ -6,14 +6,14 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, Subscription, SubscriptionSpec
-from qkit.clock import Clock
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, QueueNotFound
-from qkit.events import Reconnected, StateChanged
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
+from qkit.observability.events import Reconnected, StateChanged
 from qkit.service import QueueService
 
 __all__ = ["Reconnect"]

@@ -8,13 +8,13 @@ from typing import cast
 
 import pytest
 
+from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, QueueSpec, Subscription
-from qkit.channels import Channel
-from qkit.clock import Clock
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import ConfigError, Unsupported
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Sent
 from qkit.service import QueueService
 

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from qkit.backend import Backend
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueFull, SendTimeout
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
 from qkit.service import QueueService
 

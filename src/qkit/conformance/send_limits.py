@@ -7,10 +7,10 @@ import gzip
 import pytest
 
 from qkit.backend import Backend
-from qkit.channels import Channel
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.sending import Spied, collecting
 from qkit.errors import PartialSend, PayloadTooLarge, QueueFull, Unsupported
+from qkit.handlers.channel import Channel
 from qkit.message import CONTENT_ENCODING, Envelope, Reason, Sent, new_id
 
 __all__ = ["SendLimits"]

@@ -12,11 +12,11 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from qkit.backend import Backend
-from qkit.channels import Channel
+from qkit.conformance.fault_injection import Tampered
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
-from qkit.conformance.tampering import Tampered
-from qkit.decorators import consume
 from qkit.errors import ConfigError, InvalidBody, InvalidPriority
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Sent
 
 __all__ = ["Sending", "Spied", "collecting"]

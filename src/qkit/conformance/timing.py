@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 
+from qkit._internal.clock import Clock
 from qkit.backend import Backend
-from qkit.channels import Channel
-from qkit.clock import Clock
 from qkit.conformance.harness import Harness, Serve, bodies, requires
-from qkit.decorators import consume
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import consume
 from qkit.message import Envelope, Message, Reason, new_id
 
 __all__ = ["Timing"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from qkit.channels import Channel
 from qkit.conformance.harness import Harness, Serve, requires
-from qkit.decorators import consume
 from qkit.errors import Reject, Unsupported
+from qkit.handlers.channel import Channel
+from qkit.handlers.decorators import consume
 from qkit.message import Message
 
 __all__ = ["Topics"]

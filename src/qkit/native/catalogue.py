@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from qkit.errors import ConfigError, QueueNotFound, Unsupported
 from qkit.message import check_name
-from qkit.native.actor import Manager, QueueActor
 from qkit.native.config import QueueConfig
-from qkit.native.durable import DurableActor
-from qkit.native.journal import Journal
-from qkit.native.replay import Replay
-from qkit.native.topic import Topic
+from qkit.native.queue.actor import Manager, QueueActor
+from qkit.native.queue.topic import Topic
+from qkit.native.storage.durable_queue import DurableActor
+from qkit.native.storage.journal import Journal
+from qkit.native.storage.replay import Replay
 
 __all__ = ["ALL_FIELDS", "DEAD_LETTER_SUFFIX", "Catalogue"]
 

@@ -6,9 +6,9 @@ from typing import Final, Literal
 
 from qkit.errors import MessageNotFound
 from qkit.message import Reason
-from qkit.native.actor import QueueActor
-from qkit.native.stored import Stored
-from qkit.native.threads import get_ident
+from qkit.native.cross_thread import get_ident
+from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.stored_message import Stored
 
 __all__ = ["Delivery"]
 

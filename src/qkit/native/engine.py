@@ -3,7 +3,7 @@
 It is the manager of the queues, whose names are in ``catalogue.py``: it moves messages in and out,
 dead letters between them, and closes them.
 It belongs to the event loop that opened it, and whatever is awaited elsewhere is carried there: see
-``threads.py``. With a directory it is durable: see ``journal.py`` and ``log.py``.
+``cross_thread.py``. With a directory it is durable: see ``storage/journal.py`` and ``log/log.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
+from qkit._internal.clock import Clock, SystemClock
 from qkit.backend import QueueStats
-from qkit.clock import Clock, SystemClock
 from qkit.errors import (
     ConsumerNotFound,
     InvalidBody,
@@ -28,20 +28,20 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent, check_name, new_id
-from qkit.native.actor import QueueActor
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
-from qkit.native.consumers import DEFAULT_PREFETCH, Consumer, Consumers
-from qkit.native.dead import Dead
+from qkit.native.cross_thread import Gate, carried, get_ident
 from qkit.native.delivery import Delivery
-from qkit.native.disk import Disk
-from qkit.native.durable import DurableActor
-from qkit.native.history import StatusChange
-from qkit.native.journal import Arrival, Journal
-from qkit.native.record import Publish
-from qkit.native.storage import Fsync, Storage
-from qkit.native.threads import Gate, carried, get_ident
-from qkit.native.topic import Topic
+from qkit.native.log.disk import Disk
+from qkit.native.log.record import Publish
+from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.consumers import DEFAULT_PREFETCH, Consumer, Consumers
+from qkit.native.queue.dead_message import Dead
+from qkit.native.queue.topic import Topic
+from qkit.native.storage.durable_queue import DurableActor
+from qkit.native.storage.history import StatusChange
+from qkit.native.storage.journal import Arrival, Journal
+from qkit.native.storage.storage import Fsync, Storage
 
 __all__ = ["Engine"]
 

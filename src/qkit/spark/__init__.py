@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 try:
-    from qkit.spark.kafka import from_kafka_frame, kafka_frame
+    from qkit.spark.kafka_connector import from_kafka_frame, kafka_frame
     from qkit.spark.publish import Written, write
     from qkit.spark.source import QkitDataSource
 except ModuleNotFoundError as error:

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import Log
-from qkit.clock import SystemClock
+from qkit.backends.factory import open_backend
 from qkit.errors import QueueNotFound, StorageError
 from qkit.message import Envelope
-from qkit.opening import open_backend
 from qkit.spark import rows
 from qkit.spark.existing import exists
-from qkit.spark.loops import LoopThread
+from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from pyspark.sql.types import (
 )
 
 from qkit.errors import ConfigError
-from qkit.outgoing import SendOptions
+from qkit.sending.envelope_builder import SendOptions
 from qkit.spark.options import METADATA
 
 __all__ = ["VALUE", "Columns", "columns_of"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from qkit._internal.clock import SystemClock
+from qkit._internal.logging import logger
 from qkit.backend import Admin, Backend, QueueSpec
-from qkit.clock import SystemClock
+from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable, QueueNotFound
-from qkit.logs import logger
-from qkit.native.follow import channels
-from qkit.native.importing import wait_for_import
-from qkit.native.inbox import bulks
-from qkit.opening import open_backend
+from qkit.native.bulk import bulks
+from qkit.native.bulk_import import wait_for_import
+from qkit.native.log.reader import channels
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from qkit.errors import StorageError
 from qkit.message import Envelope, new_id
-from qkit.native.follow import Follower, Piece, Place, read_piece
-from qkit.native.inbox import bulks
-from qkit.native.readers import is_kept, keep
-from qkit.native.record import Publish
+from qkit.native.bulk import bulks
+from qkit.native.log.reader import Follower, Piece, Place, read_piece
+from qkit.native.log.record import Publish
+from qkit.native.log.retention import is_kept, keep
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists_in_log, import_waiting
-from qkit.spark.loops import LoopThread
+from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import native_path
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-from qkit.config import Settings, SettingsValues
 from qkit.errors import ConfigError
 from qkit.message import check_name
+from qkit.settings.model import Settings, SettingsValues
 
 __all__ = ["METADATA", "OPTIONS", "Plan", "absolute", "plan_of"]
 

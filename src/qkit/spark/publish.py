@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, SecretStr
 
-from qkit.config import Settings
-from qkit.spark.kafka import connector_options, has_connector, kafka_frame, suits
-from qkit.spark.loops import LoopThread
+from qkit.settings.model import Settings
+from qkit.spark.kafka_connector import connector_options, has_connector, kafka_frame, suits
+from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan, absolute, plan_of
-from qkit.spark.outlet import Outlet
 from qkit.spark.source import QkitDataSource
+from qkit.spark.task_sender import Outlet
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

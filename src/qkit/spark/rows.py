@@ -10,7 +10,7 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from qkit._compression import decompress
+from qkit.codec.compression import decompress
 from qkit.errors import ConfigError, QueueError
 from qkit.message import CONTENT_ENCODING, DeadLetter, Envelope, sent_at
 from qkit.spark.options import Plan

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from qkit.errors import ConfigError
+from qkit.handlers.route import Route
 from qkit.message import Envelope
+from qkit.native.bulk import BulkWriter
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX
-from qkit.native.inbox import BulkWriter
-from qkit.routes import Route
 from qkit.spark.options import Plan
-from qkit.spark.outlet import Outlet
+from qkit.spark.task_sender import Outlet
 
 __all__ = ["ATTEMPTS", "BrokerSink", "BulkSink", "Sink", "is_bulk", "native_path"]
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from qkit.errors import ConfigError
+from qkit.spark.batch_reader import Snapshot
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
 from qkit.spark.rows import check_schema, schema_of
-from qkit.spark.snapshot import Snapshot
-from qkit.spark.streaming import StreamReader
-from qkit.spark.writing import BatchWriter, StreamWriter
+from qkit.spark.stream_reader import StreamReader
+from qkit.spark.writer import BatchWriter, StreamWriter
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

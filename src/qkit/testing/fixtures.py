@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest_asyncio
 
-from qkit.config import Settings
 from qkit.service import QueueService
+from qkit.settings.model import Settings
 from qkit.testing.clock import VirtualClock
 from qkit.testing.service import TestService
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast, overload
 
-from qkit._coroutines import returns_coroutine
-from qkit.backends.native import NativeBackend
-from qkit.channels import Channel
+from qkit._internal.coroutines import returns_coroutine
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.factory import queue_defaults
+from qkit.backends.native.backend import NativeBackend
 from qkit.errors import QueueNotFound
-from qkit.health import Metrics
-from qkit.matrix import MATRIX
+from qkit.handlers.channel import Channel
+from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message, Sent
 from qkit.native import Engine
-from qkit.opening import queue_defaults
-from qkit.outgoing import SendOptions
-from qkit.registry import Handler
+from qkit.observability.health import Metrics
+from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
 from qkit.testing.clock import VirtualClock
 

@@ -13,16 +13,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from qkit.dead_letters import ALL, DeadLetters
+from qkit.admin.dead_letters import ALL, DeadLetters
+from qkit.admin.views import DeadLetterView, MessageView
 from qkit.errors import QueueError, QueueNotFound
-from qkit.lookup import require_queue
 from qkit.message import Reason
-from qkit.outgoing import SendOptions
+from qkit.queue_lookup import require_queue
+from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
-from qkit.views import DeadLetterView, MessageView
-from qkit.web.answers import answer
-from qkit.web.sampling import Sampler
-from qkit.web.shapes import (
+from qkit.web.responses import answer
+from qkit.web.sampler import Sampler
+from qkit.web.schemas import (
     DeadLetterList,
     MessageList,
     Overview,

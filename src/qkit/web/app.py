@@ -19,13 +19,13 @@ from qkit.asyncapi import document as asyncapi_document
 from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 from qkit.web import probes
-from qkit.web.answers import failure, from_error
+from qkit.web.access_control import Guard, check
 from qkit.web.api import Api, Endpoint, refuse_what_is_not_taken
+from qkit.web.event_stream import Streams
 from qkit.web.exposition import CONTENT_TYPE, exposition
-from qkit.web.guard import Guard, check
 from qkit.web.openapi import document as openapi_document
-from qkit.web.sampling import Sampler
-from qkit.web.stream import Streams
+from qkit.web.responses import failure, from_error
+from qkit.web.sampler import Sampler
 
 __all__ = ["create_app"]
 

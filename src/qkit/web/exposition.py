@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qkit.breaker import BreakerState
-from qkit.health import Metrics
+from qkit.observability.health import Metrics
+from qkit.sending.circuit_breaker import BreakerState
 from qkit.service import QueueService
-from qkit.web.shapes import Overview, QueueView
+from qkit.web.schemas import Overview, QueueView
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic.json_schema import JsonSchemaMode
 
-from qkit.web.answers import adapter
 from qkit.web.api import Endpoint
-from qkit.web.shapes import Failure
+from qkit.web.responses import adapter
+from qkit.web.schemas import Failure
 
 __all__ = ["document"]
 

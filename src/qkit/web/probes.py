@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from qkit.health import Health
+from qkit.observability.health import Health
 from qkit.service import QueueService
-from qkit.web.answers import answer
+from qkit.web.responses import answer
 
 __all__ = ["Probe", "health", "liveness", "readiness"]
 

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
+from qkit._internal.logging import logger
 from qkit.errors import ConfigError
-from qkit.logs import logger
 from qkit.service import QueueService
 from qkit.web.app import create_app
-from qkit.web.standin import StandIn
+from qkit.web.loop_watchdog import StandIn
 
 __all__ = ["DEFAULT_PORT", "serve"]
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from qkit.backends.kafka_log.assignor import Assignor, Claim, Share, deal
-from qkit.backends.kafka_log.driver import MemberMetadata, TopicPartition
+from qkit.backends.kafka.assignor import Assignor, Claim, Share, deal
+from qkit.backends.kafka.driver import MemberMetadata, TopicPartition
 
 Shares = dict[str, Share]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backends.kafka_log.cluster import Cluster
-from qkit.backends.kafka_log.connection import Address
-from qkit.backends.kafka_log.driver import LATEST, errors
+from qkit.backends.kafka.cluster import Cluster
+from qkit.backends.kafka.connection import Address
+from qkit.backends.kafka.driver import LATEST, errors
 from qkit.errors import BackendUnavailable, QueueNotFound
 
 

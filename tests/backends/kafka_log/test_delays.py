@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from qkit.backends.kafka_log.connection import Address
-from qkit.backends.kafka_log.delays import Delays, Item
-from qkit.backends.kafka_log.driver import TopicPartition
-from qkit.backends.kafka_log.tracker import Tracker
-from qkit.clock import SystemClock
+from qkit._internal.clock import SystemClock
+from qkit.backends.kafka.connection import Address
+from qkit.backends.kafka.driver import TopicPartition
+from qkit.backends.kafka.offsets import Tracker
+from qkit.backends.kafka.retry_topic import Delays, Item
 from tests.support.waiting import eventually
 
 TIER = TopicPartition("q.retry", 0)

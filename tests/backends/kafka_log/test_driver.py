@@ -11,7 +11,7 @@ import pytest
 from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import SaslAuthenticateRequest
 
-from qkit.backends.kafka_log import driver
+from qkit.backends.kafka import driver
 from qkit.errors import SendTimeout
 
 

@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from qkit.backend import Delivery, LossReporting, QueueSpec
-from qkit.backends.kafka import KafkaBackend
-from qkit.backends.kafka_log import driver
-from qkit.backends.kafka_log.membership import Membership
+from qkit.backends.kafka import driver
+from qkit.backends.kafka.backend import KafkaBackend
+from qkit.backends.kafka.group import Membership
 from qkit.errors import SubscriptionLost
 from qkit.message import Envelope, new_id
 from tests.support.kafka import spec

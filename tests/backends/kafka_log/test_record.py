@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from qkit.backends.kafka_log import record
-from qkit.backends.kafka_log.driver import partition_of
-from qkit.backends.kafka_log.record import NEW, Facts, Headers, Origin
+from qkit.backends.kafka import codec
+from qkit.backends.kafka.codec import NEW, Facts, Headers, Origin
+from qkit.backends.kafka.driver import partition_of
 from qkit.message import Envelope
 
 
@@ -31,7 +31,7 @@ def test_a_message_comes_back_as_it_was() -> None:
         "0190", b"\x00{}", {"tenant": "Grüße", "empty": ""}, key="k ü", expires_at=1234.5678
     )
     facts = Facts(99.0001, Origin("orders", 3, 7))
-    again, told = record.decode(Stored(*record.encode(envelope, deliveries=2, facts=facts)))
+    again, told = codec.decode(Stored(*codec.encode(envelope, deliveries=2, facts=facts)))
     assert (again.id, again.body, again.headers, again.key) == (
         envelope.id, envelope.body, envelope.headers, envelope.key,
     )  # fmt: skip
@@ -41,24 +41,24 @@ def test_a_message_comes_back_as_it_was() -> None:
 
 
 def test_a_plain_message_is_its_body_an_id_and_its_headers() -> None:
-    key, value, headers = record.encode(Envelope("0190", b'{"id":1}', {"tenant": "acme"}))
+    key, value, headers = codec.encode(Envelope("0190", b'{"id":1}', {"tenant": "acme"}))
     assert (key, value) == (None, b'{"id":1}')
     assert headers == [("qkit-id", b"0190"), ("tenant", b"acme")]
 
 
 def test_a_foreign_record_is_a_message_with_its_place_as_its_id() -> None:
     headers: Any = [("from", b"x"), ("n", None)]  # Kafka allows it
-    envelope, facts = record.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
+    envelope, facts = codec.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
     assert (envelope.id, envelope.body, envelope.attempt) == ("orders-2-41", b'{"a": 1}', 1)
     assert envelope.key == "\\xff\0"
     assert envelope.headers == {"from": "x", "n": "", "qkit-raw": '{"key": "/wA="}'}
     assert facts is NEW
-    key, _, _ = record.encode(envelope)
+    key, _, _ = codec.encode(envelope)
     assert key == b"\xff\x00", "a key that is no text survives"
 
 
 def test_a_tombstone_is_an_empty_message() -> None:
-    envelope, _ = record.decode(Stored(b"k", None))
+    envelope, _ = codec.decode(Stored(b"k", None))
     assert (envelope.body, envelope.key) == (b"", "k")
 
 
@@ -66,13 +66,13 @@ def test_a_tombstone_is_an_empty_message() -> None:
 def test_nonsense_in_our_headers_is_as_if_it_were_not_there(value: bytes) -> None:
     names = ("attempt", "expires-at", "not-before", "original-offset", "removed")
     headers = [(f"qkit-{name}", value) for name in names]
-    envelope, facts = record.decode(Stored(None, b"", headers))
+    envelope, facts = codec.decode(Stored(None, b"", headers))
     assert (envelope.attempt, envelope.expires_at, envelope.headers) == (1, None, {})
     assert facts == Facts()
 
 
 def test_a_marker_names_what_it_hides() -> None:
-    _, facts = record.decode(Stored(*record.marker(17)))
+    _, facts = codec.decode(Stored(*codec.marker(17)))
     assert facts.removed == 17
 
 

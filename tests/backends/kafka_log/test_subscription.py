@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import Delivery, QueueSpec
-from qkit.backends.kafka import KafkaBackend
-from qkit.backends.kafka_log.delays import delayed
-from qkit.backends.kafka_log.record import NEW
-from qkit.backends.kafka_log.subscription import KafkaSubscription
-from qkit.backends.kafka_log.tiers import TIERS
-from qkit.clock import SystemClock
+from qkit.backends.kafka.backend import KafkaBackend
+from qkit.backends.kafka.codec import NEW
+from qkit.backends.kafka.retry_tiers import TIERS
+from qkit.backends.kafka.retry_topic import delayed
+from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import MessageNotFound, SendTimeout
 from qkit.message import Envelope
 from tests.support.kafka import spec, take

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qkit.backends.kafka_log.tiers import TIERS, Waiting, hop_at, tier_of
+from qkit.backends.kafka.retry_tiers import TIERS, Waiting, hop_at, tier_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from qkit.backends.kafka_log.tracker import METADATA_LIMIT, Saved, Tracker, left
+from qkit.backends.kafka.offsets import METADATA_LIMIT, Saved, Tracker, left
 
 
 def tracker_of(count: int, start: int = 0) -> Tracker:

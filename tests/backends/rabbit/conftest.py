@@ -9,7 +9,7 @@ import aiormq
 import pytest
 import pytest_asyncio
 
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from tests.support.rabbitmq import bare_channel, delete_declared
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import aiormq
 import pytest
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import (
     QueueSpec,
 )
-from qkit.backends.rabbit.topology import LOST, group_queue
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import SystemClock
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.topology import LOST, group_queue
 from qkit.errors import (
     PartialSend,
     QueueFull,

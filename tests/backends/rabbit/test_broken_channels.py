@@ -11,8 +11,8 @@ from pamqp.heartbeat import Heartbeat
 from yarl import URL
 
 from qkit import QueueService, Settings, consume
-from qkit.backends.rabbit.subscription import RabbitSubscription
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.errors import (
     BackendUnavailable,
     MessageNotFound,

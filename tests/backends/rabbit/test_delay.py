@@ -9,12 +9,12 @@ import time
 import aiormq
 import pytest
 
+from qkit._internal.clock import SystemClock
 from qkit.backend import QueueSpec
-from qkit.backends.rabbit import subscription as subscription_module
-from qkit.backends.rabbit.delay import LONGEST, UNIT, Cascade
-from qkit.backends.rabbit.topology import LEVELS, Topology
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import SystemClock
+from qkit.backends.rabbitmq import subscription as subscription_module
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.delay import LONGEST, UNIT, Cascade
+from qkit.backends.rabbitmq.topology import LEVELS, Topology
 from qkit.errors import ConfigError
 from qkit.message import Envelope
 from tests.support.rabbitmq import declare, spec, take
@@ -126,7 +126,7 @@ async def test_a_message_that_comes_before_its_time_waits_again(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after 77 days, which is as long as the cascade can hold it."""
-    monkeypatch.setattr("qkit.backends.rabbitmq.LONGEST", 0.2)
+    monkeypatch.setattr("qkit.backends.rabbitmq.backend.LONGEST", 0.2)
     way = Cascade.way
     monkeypatch.setattr(
         Cascade, "way", lambda self, name, seconds: way(self, name, min(seconds, 0.2))
@@ -172,7 +172,7 @@ async def test_a_cascade_that_somebody_broke_is_mended_by_the_next_send(
 async def test_a_cascade_that_is_of_another_kind_is_refused_by_name(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.backends.rabbit.delay.DELAY", f"{name}.delay")
+    monkeypatch.setattr("qkit.backends.rabbitmq.delay.DELAY", f"{name}.delay")
     await raw.queue_declare(f"{name}.delay.02", durable=True)
     backend = RabbitMQBackend(rabbitmq_url)
     await backend.start()
@@ -190,7 +190,7 @@ async def test_a_cascade_that_is_of_another_kind_is_refused_by_name(
 async def test_passive_makes_no_cascade(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.backends.rabbit.delay.DELAY", f"{name}.none")
+    monkeypatch.setattr("qkit.backends.rabbitmq.delay.DELAY", f"{name}.none")
     backend = RabbitMQBackend(rabbitmq_url)
     await backend.start()
     await raw.queue_declare(name, durable=True)

@@ -14,9 +14,9 @@ from qkit.backend import (
     Delivery,
     QueueSpec,
 )
-from qkit.backends.rabbit import subscription as subscription_module
-from qkit.backends.rabbit.subscription import RabbitSubscription
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq import subscription as subscription_module
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.errors import (
     BackendUnavailable,
     InvalidHeader,

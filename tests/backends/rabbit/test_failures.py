@@ -12,8 +12,8 @@ from pamqp.commands import Basic
 from pamqp.exceptions import UnmarshalingException
 from pamqp.header import ContentHeader
 
-from qkit.backends.rabbit.failures import error_of, translated
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.errors import error_of, translated
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,

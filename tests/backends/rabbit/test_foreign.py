@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pamqp.commands import Basic
 
 from qkit import Message, QueueService, Settings, consume
-from qkit.backends.rabbit import connection
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq import connection
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.message import DeadLetter, Reason
 from tests.support.rabbitmq import bare_channel, declare, spec, take
 from tests.support.waiting import eventually

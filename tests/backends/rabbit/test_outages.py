@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import QueueSpec
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import SystemClock
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout, SubscriptionLost
 from qkit.message import Envelope
 from tests.support.private_brokers import PrivateBroker

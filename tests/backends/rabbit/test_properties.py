@@ -18,13 +18,13 @@ from pamqp.header import ContentHeader
 from pydantic import BaseModel
 
 from qkit import Header, Message, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit.backend import (
     QueueSpec,
 )
-from qkit.backends.rabbit import properties
-from qkit.backends.rabbit.properties import encode
-from qkit.backends.rabbitmq import RabbitMQBackend
-from qkit.clock import SystemClock
+from qkit.backends.rabbitmq import codec
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.codec import encode
 from qkit.message import Envelope, Reason
 from tests.support.rabbitmq import (
     dead,
@@ -291,7 +291,7 @@ async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> No
 def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes ten times as long as all the rest."""
     original = Basic.Properties(message_id="1", headers={"tenant": "acme", "number": 7})
-    envelope = properties.decode(original, b"")
+    envelope = codec.decode(original, b"")
     measured: list[int] = []
     marshal = Basic.Properties.marshal
 
@@ -300,11 +300,11 @@ def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatc
         return marshal(item)
 
     monkeypatch.setattr(Basic.Properties, "marshal", counted)
-    again = properties.encode_again(envelope, original, attempts=1)
+    again = codec.encode_again(envelope, original, attempts=1)
     assert again.headers == {"tenant": "acme", "number": 7, "qkit-attempts": 1}
     assert measured == []
-    envelope.headers["large"] = "x" * properties.FRAME
-    assert properties.encode_again(envelope, original, attempts=1).marshal()
+    envelope.headers["large"] = "x" * codec.FRAME
+    assert codec.encode_again(envelope, original, attempts=1).marshal()
     assert measured
 
 
@@ -316,12 +316,12 @@ def test_many_headers_with_short_names_of_four_bytes_are_packed(
     headers = {first + second: "" for first in letters for second in letters}
     envelope = Envelope("1", b"", headers)
     if before is None:
-        facts = properties.encode(envelope, now=1.0, priority=None, expire=False)
+        facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
     else:
         original = Basic.Properties(headers=before)
-        facts = properties.encode_again(envelope, original, attempts=1)
-    assert len(facts.marshal()) < properties.FRAME
-    assert properties.decode(facts, b"").headers == headers
+        facts = codec.encode_again(envelope, original, attempts=1)
+    assert len(facts.marshal()) < codec.FRAME
+    assert codec.decode(facts, b"").headers == headers
 
 
 def test_as_few_large_headers_as_possible_are_dropped() -> None:
@@ -329,8 +329,8 @@ def test_as_few_large_headers_as_possible_are_dropped() -> None:
     small = {f"h{number}": str(number) for number in range(50)}
     large = {f"large{size}": noise.randbytes(size).hex() for size in range(30_000, 34_000, 500)}
     envelope = Envelope("1", b"", small | large)
-    facts = properties.encode(envelope, now=1.0, priority=None, expire=False)
-    assert len(facts.marshal()) < properties.FRAME
-    found = properties.decode(facts, b"").headers
+    facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
+    assert len(facts.marshal()) < codec.FRAME
+    found = codec.decode(facts, b"").headers
     kept = [f"large{size}" for size in (30_000, 30_500, 31_000)]
     assert found == small | {name: large[name] for name in kept} | {"qkit-dropped-headers": "5"}

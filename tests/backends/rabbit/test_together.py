@@ -12,14 +12,9 @@ import pytest
 import pytest_asyncio
 from pamqp.commands import Basic
 
-from qkit.backends.rabbit import together
-from qkit.backends.rabbit.together import (
-    LARGE,
-    Outgoing,
-    can_write_together,
-    publish_together,
-)
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq import driver
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.driver import LARGE, Outgoing, can_write_together, publish_together
 from qkit.message import Envelope, Sent
 from tests.support.rabbitmq import declare
 
@@ -65,14 +60,14 @@ async def test_large_ones_are_not_all_packed_before_the_first_is_written(
     raw: aiormq.Channel, queue: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead: list[int] = []
-    pack = together._pack
+    pack = driver._pack
 
     def noted(channel: aiormq.Channel, message: Outgoing) -> bytes:
         content = pack(channel, message)
         ahead.append(int(message.id[1:]) - channel.delivery_tag)
         return content
 
-    monkeypatch.setattr(together, "_pack", noted)
+    monkeypatch.setattr(driver, "_pack", noted)
     messages = [outgoing(queue, at, b"x" * LARGE) for at in range(20)]
     assert await publish_together(raw, messages) == [None] * 20
     assert ahead == [0] * 20
@@ -154,7 +149,7 @@ async def test_a_driver_that_keeps_its_notes_elsewhere_sends_one_by_one(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert can_write_together(raw)
-    monkeypatch.setattr(together, "NOTES", (*together.NOTES, "something_new"))
+    monkeypatch.setattr(driver, "NOTES", (*driver.NOTES, "something_new"))
     assert not can_write_together(raw)
     await declare(classic, name)
     envelopes = [Envelope(f"m{at}", b"%d" % at) for at in range(20)]

@@ -13,8 +13,8 @@ from qkit import ConfigError, QueueService, Settings, consume
 from qkit.backend import (
     QueueSpec,
 )
-from qkit.backends.rabbit.topology import DEAD_LETTERS, group_queue
-from qkit.backends.rabbitmq import RabbitMQBackend
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.topology import DEAD_LETTERS, group_queue
 from qkit.errors import (
     QueueNotFound,
 )

@@ -13,10 +13,10 @@ import pytest
 from redis import exceptions
 
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.redis.failures import DRIVER_ERRORS, error_of, translated
-from qkit.backends.redis.wire import Wire
-from qkit.backends.redis_list import RedisListBackend
-from qkit.backends.redis_pubsub import RedisPubSubBackend
+from qkit.backends.redis.driver import Wire
+from qkit.backends.redis.errors import DRIVER_ERRORS, error_of, translated
+from qkit.backends.redis.list_backend import RedisListBackend
+from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from redis import exceptions
 
-from qkit.backends.redis import lua
 from qkit.backends.redis.connection import Address, Link
+from qkit.backends.redis.scripts import script as lua
 from qkit.errors import BackendUnavailable
 from tests.support.waiting import eventually
 

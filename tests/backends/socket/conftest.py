@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from qkit.backends.native import NativeBackend
-from qkit.backends.socket.client import SocketBackend
-from qkit.backends.socket.server import SocketServer
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server.server import SocketServer
 from qkit.native import Engine
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
-from qkit.backends.socket import claimed, wire
-from qkit.backends.socket.client import SocketBackend
+from qkit.backends.native.socket import protocol
+from qkit.backends.native.socket.client import subscription as claimed
+from qkit.backends.native.socket.client.backend import SocketBackend
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
@@ -309,7 +310,7 @@ async def test_in_a_living_loop_a_lease_that_is_not_renewed_ends(owner: Any) -> 
             await subscription.ack(held)
 
 
-@pytest.mark.parametrize("words", [b"\0" * 8 + b"\xff" * 8, wire.frame(99, 1), b""])
+@pytest.mark.parametrize("words", [b"\0" * 8 + b"\xff" * 8, protocol.frame(99, 1), b""])
 async def test_whatever_is_no_owner_is_unavailable(directory: Path, words: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(words)
@@ -381,15 +382,15 @@ async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
     """As version 0.1 does, which refuses what it does not know."""
 
     def strict(cls: type, body: bytes) -> Any:
-        values = wire.decode_json(body)
+        values = protocol.decode_json(body)
         for name in ("consumed", "again", "needs_delay"):
             if name in values:
-                raise wire.WireError(
+                raise protocol.WireError(
                     f"no {cls.__name__}: got an unexpected keyword argument {name}"
                 )
         return cls(**values)
 
-    monkeypatch.setattr(wire, "decode_record", strict)
+    monkeypatch.setattr(protocol, "decode_record", strict)
     client = await owner.client()
     await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True))
     await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True, again=True))
@@ -402,5 +403,5 @@ async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
 
 
 def test_a_field_of_a_later_version_is_passed_over() -> None:
-    body = wire.encode_json({"name": "q", "max_depth": 3, "of_a_later_version": True})
-    assert wire.decode_record(QueueSpec, body) == QueueSpec(name="q", max_depth=3)
+    body = protocol.encode_json({"name": "q", "max_depth": 3, "of_a_later_version": True})
+    assert protocol.decode_record(QueueSpec, body) == QueueSpec(name="q", max_depth=3)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.native import NativeBackend
-from qkit.backends.socket import wire
-from qkit.backends.socket.address import connect
-from qkit.backends.socket.client import SocketBackend
-from qkit.backends.socket.server import SocketServer
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.socket import protocol
+from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server.server import SocketServer
+from qkit.backends.native.socket.unix_socket import connect
 from qkit.errors import BackendUnavailable, ConfigError, LifecycleError
 from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
@@ -138,15 +138,15 @@ async def test_garbage_ends_its_own_connection_only(owner: Any) -> None:
         reader, writer = await asyncio.open_unix_connection(owner.path)
         match chance.randrange(4):
             case 0:
-                writer.write(wire.MAGIC[:1] + chance.randbytes(chance.randrange(40)))
+                writer.write(protocol.MAGIC[:1] + chance.randbytes(chance.randrange(40)))
             case 1:
-                writer.write(wire.MAGIC + chance.randbytes(chance.randrange(1, 200)))
+                writer.write(protocol.MAGIC + chance.randbytes(chance.randrange(1, 200)))
             case 2:
                 frames = [
-                    wire.frame(chance.choice(kinds), n, chance.randbytes(chance.randrange(60)))
+                    protocol.frame(chance.choice(kinds), n, chance.randbytes(chance.randrange(60)))
                     for n in range(5)
                 ]
-                writer.write(wire.MAGIC + b"".join(frames))
+                writer.write(protocol.MAGIC + b"".join(frames))
             case _:
                 writer.write(chance.randbytes(chance.randrange(1, 200)).replace(b"\xf1", b""))
         if chance.random() < 0.5:
@@ -162,7 +162,7 @@ async def test_a_frame_beyond_the_limit_closes_the_connection_with_a_word(direct
         server = SocketServer(NativeBackend(engine=engine), engine, path, max_frame=10_000)
         await server.start()
         reader, writer = await asyncio.open_unix_connection(path)
-        writer.write(wire.MAGIC + wire.HEAD.pack(10_001, wire.PUBLISH, 1))
+        writer.write(protocol.MAGIC + protocol.HEAD.pack(10_001, protocol.PUBLISH, 1))
         assert b"10000 is the limit" in await reader.read()
         writer.close()
         await server.aclose()
@@ -170,7 +170,7 @@ async def test_a_frame_beyond_the_limit_closes_the_connection_with_a_word(direct
 
 async def test_another_version_is_told_so(owner: Any) -> None:
     reader, writer = await asyncio.open_unix_connection(owner.path)
-    writer.write(wire.MAGIC[:-1] + b"\x63")
+    writer.write(protocol.MAGIC[:-1] + b"\x63")
     assert b"same version" in await reader.read()
     writer.close()
 
@@ -180,8 +180,8 @@ async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> Non
     for _ in range(64):
         await owner.engine.publish("q", bytes(100_000))
     slow = connect(owner.path)
-    peek = wire.frame(wire.ADMINISTER, 1, wire.encode_json(["peek", "q", 64]))
-    slow.sendall(wire.MAGIC)
+    peek = protocol.frame(protocol.ADMINISTER, 1, protocol.encode_json(["peek", "q", 64]))
+    slow.sendall(protocol.MAGIC)
     sent = 0
     try:
         for _ in range(10_000):  # each asks for 6 MB and reads nothing
@@ -205,13 +205,13 @@ async def test_deliveries_wait_for_a_client_that_does_not_read(owner: Any) -> No
         await owner.engine.publish("q", bytes(300_000))
     slow = connect(owner.path)
     slow.sendall(
-        wire.MAGIC
-        + wire.frame(wire.SUBSCRIBE, 1, wire.encode_record(spec(1_000)))
-        + wire.frame(wire.CREDIT, 1, wire.encode_credit(1, 1))
+        protocol.MAGIC
+        + protocol.frame(protocol.SUBSCRIBE, 1, protocol.encode_record(spec(1_000)))
+        + protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(1, 1))
     )
     await until(lambda: slow_got(owner) >= 1)
     for number in range(2, 60):
-        slow.send(wire.frame(wire.CREDIT, 1, wire.encode_credit(number, 1)))
+        slow.send(protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(number, 1)))
         await asyncio.sleep(0.002)
     assert slow_got(owner) < 10, "it was served although it reads nothing"
     slow.close()

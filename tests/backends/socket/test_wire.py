@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from qkit import errors
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.socket import wire
-from qkit.backends.socket.failures import (
+from qkit.backends.native.socket import protocol
+from qkit.backends.native.socket.error_codec import (
     decode_error,
     decode_failures,
     encode_error,
@@ -39,7 +39,7 @@ envelopes = st.builds(
     attempt=st.integers(0, 1 << 31),
 )
 settlings = st.builds(
-    wire.Settling,
+    protocol.Settling,
     what=st.integers(1, 3),
     receipt=st.integers(0, 1 << 63),
     seconds=seconds,
@@ -50,37 +50,40 @@ settlings = st.builds(
 
 @given(st.lists(envelopes, max_size=5), anything)
 def test_messages_travel_unchanged(items: list[Envelope], queue: str) -> None:
-    body = wire.encode_publish(queue, map(wire.encode_envelope, items))
-    assert wire.decode_publish(body) == (queue, items)
+    body = protocol.encode_publish(queue, map(protocol.encode_envelope, items))
+    assert protocol.decode_publish(body) == (queue, items)
 
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 63), envelopes, st.none() | st.just(30.0))))
 def test_deliveries_travel_unchanged(items: list[tuple[int, Envelope, float | None]]) -> None:
     sent = [(receipt, Delivery(item, "q", object(), lease)) for receipt, item, lease in items]
-    serial, found = wire.decode_deliveries("q", wire.encode_deliveries(7, sent))
+    serial, found = protocol.decode_deliveries("q", protocol.encode_deliveries(7, sent))
     assert serial == 7
     assert [(item.receipt, item.envelope, item.lease) for item in found] == items
 
 
 @given(st.integers(0, 1 << 31), st.lists(settlings))
-def test_settlements_travel_unchanged(number: int, items: list[wire.Settling]) -> None:
-    assert wire.decode_settlings(wire.encode_settlings(number, items)) == (number, items)
+def test_settlements_travel_unchanged(number: int, items: list[protocol.Settling]) -> None:
+    assert protocol.decode_settlings(protocol.encode_settlings(number, items)) == (number, items)
 
 
 @given(st.lists(st.none() | st.integers(0, 1 << 40)))
 def test_positions_travel_unchanged(places: list[int | None]) -> None:
-    assert wire.decode_positions(wire.encode_positions([Sent("", at) for at in places])) == places
+    assert (
+        protocol.decode_positions(protocol.encode_positions([Sent("", at) for at in places]))
+        == places
+    )
 
 
 def test_leases_for_ever_and_renewals_travel() -> None:
     spec = SubscriptionSpec(
         queue="q", group="g", consumer="c", prefetch=3, ack_deadline=math.inf, broadcast=True
     )
-    assert wire.decode_record(SubscriptionSpec, wire.encode_record(spec)) == spec
+    assert protocol.decode_record(SubscriptionSpec, protocol.encode_record(spec)) == spec
     queue = QueueSpec(name="q", dead_letter="d", max_deliveries=3, ack_deadline=0.5)
-    assert wire.decode_record(QueueSpec, wire.encode_record(queue)) == queue
+    assert protocol.decode_record(QueueSpec, protocol.encode_record(queue)) == queue
     leases = [(1, 2, 0.5), (3, 1 << 40, 30.0)]
-    assert wire.decode_renewals(wire.encode_renewals(1 << 60, leases)) == (1 << 60, leases)
+    assert protocol.decode_renewals(protocol.encode_renewals(1 << 60, leases)) == (1 << 60, leases)
 
 
 @given(
@@ -89,8 +92,8 @@ def test_leases_for_ever_and_renewals_travel() -> None:
 def test_frames_are_cut_alike_however_they_arrive(
     sent: list[tuple[int, int, bytes]], data: st.DataObject
 ) -> None:
-    stream = b"".join(wire.frame(*item) for item in sent)
-    frames = wire.Frames()
+    stream = b"".join(protocol.frame(*item) for item in sent)
+    frames = protocol.Frames()
     found: list[tuple[int, int, bytes]] = []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
@@ -100,32 +103,34 @@ def test_frames_are_cut_alike_however_they_arrive(
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_has_arrived() -> None:
-    frames = wire.Frames(100)
-    assert list(frames.feed(wire.frame(1, 1, bytes(100)))) == [(1, 1, bytes(100))]
-    with pytest.raises(wire.WireError, match=r"101 bytes, and 100 is the limit"):
-        list(frames.feed(wire.HEAD.pack(101, 1, 1)))
+    frames = protocol.Frames(100)
+    assert list(frames.feed(protocol.frame(1, 1, bytes(100)))) == [(1, 1, bytes(100))]
+    with pytest.raises(protocol.WireError, match=r"101 bytes, and 100 is the limit"):
+        list(frames.feed(protocol.HEAD.pack(101, 1, 1)))
 
 
 def test_garbage_is_refused_and_never_anything_worse() -> None:
     print("seed", SEED)
     chance = random.Random(SEED)
-    good = wire.encode_publish("q", [wire.encode_envelope(Envelope("a", b"b", {"c": "d"}, "e", 5))])
+    good = protocol.encode_publish(
+        "q", [protocol.encode_envelope(Envelope("a", b"b", {"c": "d"}, "e", 5))]
+    )
     for _ in range(2_000):
         data = bytearray(good if chance.random() < 0.7 else chance.randbytes(60))
         for _ in range(chance.randrange(1, 6)):
             data[chance.randrange(len(data))] = chance.randrange(256)
         for decode in (
-            wire.decode_publish,
-            wire.decode_settlings,
-            wire.decode_renewals,
-            wire.decode_positions,
-            wire.decode_credit,
-            wire.decode_number,
+            protocol.decode_publish,
+            protocol.decode_settlings,
+            protocol.decode_renewals,
+            protocol.decode_positions,
+            protocol.decode_credit,
+            protocol.decode_number,
             decode_error,
-            lambda body: wire.decode_deliveries("q", body),
-            lambda body: wire.decode_record(QueueSpec, body),
+            lambda body: protocol.decode_deliveries("q", body),
+            lambda body: protocol.decode_record(QueueSpec, body),
         ):
-            with contextlib.suppress(wire.WireError):
+            with contextlib.suppress(protocol.WireError):
                 decode(bytes(data))
 
 

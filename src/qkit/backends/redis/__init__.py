@@ -1,1 +1,4 @@
-"""The rooms of the Redis list backend: frame, scripts, connection, subscription."""
+"""Redis lists and Redis pub/sub (redis-py).
+
+May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
+"""

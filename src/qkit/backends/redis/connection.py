@@ -11,11 +11,11 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from qkit.backends.redis.failures import BACKEND, translated
-from qkit.backends.redis.lua import Script
-from qkit.backends.redis.wire import Reply, Wire, Word
+from qkit._internal.tasks import end_tasks
+from qkit.backends.redis.driver import Reply, Wire, Word
+from qkit.backends.redis.errors import BACKEND, translated
+from qkit.backends.redis.scripts.script import Script
 from qkit.errors import BackendUnavailable
-from qkit.tasks import end_tasks
 
 __all__ = ["Address", "Link"]
 

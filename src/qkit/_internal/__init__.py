@@ -1,0 +1,4 @@
+"""Helpers without policy: no broker, no message semantics.
+
+May import: ``errors``.
+"""

@@ -1,0 +1,129 @@
+"""The administering half of a service: look into queues, empty them, delete them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from qkit.admin.dead_letters import DeadLetters
+from qkit.backend import Admin, Backend, QueueStats, UnheardReporting
+from qkit.errors import PartialSend, QueueError, Unsupported
+from qkit.handlers.route import Routes
+from qkit.message import GROUP, Envelope, Message, Sent, check_name
+from qkit.sending.producer import Producer
+from qkit.settings.model import Settings
+
+__all__ = ["Administration"]
+
+
+class Administration:
+    """Translates names to the broker's and refuses what the backend does not offer."""
+
+    def __init__(
+        self, backend: Backend, *, settings: Settings, routes: Routes, producer: Producer
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._routes = routes
+        self._producer = producer
+
+    async def queues(self) -> list[str]:
+        """The names of all queues, without the prefix."""
+        prefix = self._settings.prefix
+        names = await self._admin("queues").queues()
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    async def stats(self, name: str) -> QueueStats:
+        """A queue's figures."""
+        stats = await self._admin("stats", name, "depth").stats(self._queue(name))
+        return replace(stats, queue=name)
+
+    async def peek(self, name: str, limit: int) -> list[Message]:
+        """The next messages."""
+        if limit < 1:
+            raise ValueError(f"limit={limit!r}: ask for one or more")
+        found = await self._admin("peek", name, "peek").peek(self._queue(name), limit)
+        return [
+            Message(
+                id=item.id,
+                channel=name,
+                body=item.body,
+                headers=item.headers,
+                key=item.key,
+                priority=item.priority,
+                attempt=max(1, item.attempt),  # one that waits for its first delivery has none yet
+                expires_at=item.expires_at,
+            )
+            for item in found
+        ]
+
+    async def purge(self, name: str) -> int:
+        """Delete what no consumer holds."""
+        return await self._admin("purge", name, "purge").purge(self._queue(name))
+
+    async def delete(self, name: str) -> None:
+        """Delete the queue."""
+        await self._admin("delete", name, "delete").delete(self._queue(name))
+        route = self._routes.get(name)
+        if route is not None:
+            route.declared = False
+
+    def dead_letters(self, name: str) -> DeadLetters:
+        """A channel's dead letters."""
+        admin = self._admin("dead_letters", name, "dead_letters")
+
+        async def send_again(envelopes: Sequence[Envelope]) -> list[Sent]:
+            topic = any(GROUP in envelope.headers for envelope in envelopes)
+            if isinstance(self._backend, UnheardReporting):
+                return await self._replay_heard(self._backend, name, envelopes, topic=topic)
+            return await self._producer.replay(name, envelopes, topic=topic)
+
+        return DeadLetters(
+            admin,
+            channel=name,
+            queue=self._settings.broker_name(self._settings.dead_letter_name(check_name(name))),
+            send=send_again,
+        )
+
+    async def _replay_heard(
+        self, backend: UnheardReporting, name: str, envelopes: Sequence[Envelope], *, topic: bool
+    ) -> list[Sent]:
+        """Replay one by one where messages without a subscriber are lost; those are refused.
+
+        A message that another send lost at the same moment may refuse one too many, never one too
+        few.
+        """
+        results: list[Sent | QueueError] = []
+        for envelope in envelopes:
+            before = backend.unheard
+            sent = await self._producer.replay(name, [envelope], topic=topic)
+            if backend.unheard == before:
+                results += sent
+                continue
+            results.append(
+                QueueError(
+                    "no subscriber received the message, so its dead letter is kept: start a "
+                    "consumer of the channel first",
+                    backend=self._backend.name,
+                    operation="replay",
+                    queue=name,
+                    message_id=envelope.id,
+                )
+            )
+        if any(isinstance(item, QueueError) for item in results):
+            raise PartialSend.of(results, backend=self._backend.name, queue=name)
+        return [item for item in results if isinstance(item, Sent)]
+
+    def _queue(self, name: str) -> str:
+        return self._settings.broker_name(check_name(name))
+
+    def _admin(self, operation: str, name: str | None = None, feature: str | None = None) -> Admin:
+        able = feature is None or self._backend.capabilities.supports(feature)
+        if not able or not isinstance(self._backend, Admin):
+            raise Unsupported(
+                f"{self._backend.name} offers no {operation}",
+                backend=self._backend.name,
+                operation=operation,
+                queue=name,
+            )
+        return self._backend

@@ -1,0 +1,4 @@
+"""What two or more backends need.
+
+May import: ``backend``, ``settings`` and what lies below them; no driver.
+"""

@@ -1,0 +1,4 @@
+"""Kafka (aiokafka).
+
+May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
+"""

@@ -1,0 +1,373 @@
+"""The Kafka backend: queues and topics in Kafka's log, with retries, delays and dead letters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.logging import logger
+from qkit._internal.tasks import to_its_end
+from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.kafka import codec, driver
+from qkit.backends.kafka.admin import Administration
+from qkit.backends.kafka.cluster import Cluster, not_found
+from qkit.backends.kafka.codec import DEAD_REASON, NEW, Facts
+from qkit.backends.kafka.connection import BACKEND, Address, translated
+from qkit.backends.kafka.driver import TopicPartition
+from qkit.backends.kafka.group import Timing
+from qkit.backends.kafka.names import Names
+from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
+from qkit.backends.kafka.reader import Reader
+from qkit.backends.kafka.retry_tiers import TIERS
+from qkit.backends.kafka.retry_topic import delayed
+from qkit.backends.kafka.subscription import KafkaSubscription
+from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
+from qkit.message import GROUP, DeadLetter, Envelope, Sent
+
+__all__ = ["KafkaBackend"]
+
+FULL_AGAIN: Final = 0.3  # acks are committed in groups: a queue is full if it still is after this
+MARGIN: Final = 128 << 10  # beside the body: headers, and the frame around them
+LARGEST: Final = str(1 << 30)  # bytes of a dead letter
+
+
+class KafkaBackend:
+    """The whole boundary on Kafka 2.4 or later.
+
+    ``partitions`` and ``replicas`` are those of the topics that it makes. ``session`` is how long a
+    consumer that died keeps its partitions.
+
+    >>> backend = KafkaBackend("localhost:9092", partitions=12)
+    >>> backend.capabilities.supports("lease")
+    False
+    """
+
+    name: str = BACKEND
+    capabilities: Capabilities = MATRIX["kafka"]
+
+    def __init__(
+        self,
+        brokers: str,
+        *,
+        clock: Clock | None = None,
+        partitions: int = 1,
+        replicas: int = 1,
+        group_prefix: str = "",
+        batch_size: int | None = None,
+        max_message_bytes: int = 1 << 20,
+        timeout: float = 10.0,
+        session: float = 45.0,
+        heartbeat: float = 1.0,
+        sasl_mechanism: str | None = None,
+        sasl_username: str | None = None,
+        sasl_password: str | None = None,
+        tls: bool = False,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
+    ) -> None:
+        self._clock: Clock = clock if clock is not None else SystemClock()
+        self._address = Address(
+            brokers,
+            timeout=timeout,
+            sasl_mechanism=sasl_mechanism,
+            sasl_username=sasl_username,
+            sasl_password=sasl_password,
+            tls=tls,
+            tls_ca_file=tls_ca_file,
+            tls_cert_file=tls_cert_file,
+            tls_key_file=tls_key_file,
+        )
+        self._timing = Timing(session, heartbeat)
+        self._names = Names(group_prefix)
+        self._partitions = partitions
+        self._replicas = replicas
+        self._batch = batch_size
+        self._max_message_bytes = max_message_bytes
+        self._specs: dict[str, QueueSpec] = {}
+        self._subscriptions: set[KafkaSubscription] = set()
+        self._cluster = Cluster(self._address)
+        self._sending = Sending(self._address, self._cluster)
+        self._reader = Reader(self._address)
+        self._admin = Administration(
+            self._cluster,
+            self._reader,
+            self._sending,
+            self._names,
+            self._subscriptions,
+            is_topic=lambda queue: queue in self._specs and self._specs[queue].broadcast,
+        )
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
+
+    # Backend
+
+    async def start(self) -> None:
+        """Connect, or raise ``BackendUnavailable``."""
+        await self._cluster.connect()
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the topic exists; one that exists stays as it is.
+
+        Raises ``ConfigError`` when Kafka cannot have such a topic, and with ``passive``
+        ``QueueNotFound`` when it does not exist.
+        """
+        self._names.check(spec.name)
+        if spec.passive:
+            if not await self._cluster.look(spec.name):
+                raise not_found(spec.name, "declare")
+        else:
+            # Of dead letters the oldest go first, and only one partition has an order. They are
+            # limited by their number, so time does not delete them, and their topic takes whatever
+            # another program could write: a letter that fits nowhere would hold up its channel.
+            partitions = 1 if spec.drop_oldest else self._partitions
+            more = {"retention.ms": "-1", "max.message.bytes": LARGEST} if spec.drop_oldest else {}
+            await self._create(spec.name, partitions, spec.replicas, more)
+        self._specs[spec.name] = spec
+
+    async def _create(
+        self, topic: str, partitions: int, replicas: int, more: Mapping[str, str] | None = None
+    ) -> None:
+        replicas = max(replicas, self._replicas)
+        config = {"max.message.bytes": str(self._max_message_bytes + MARGIN), **(more or {})}
+        if replicas > 1:
+            config["min.insync.replicas"] = str(replicas // 2 + 1)
+        await self._cluster.create(topic, partitions, replicas, config)
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Append messages, as many as can be; the others' errors are in ``PartialSend``."""
+        spec = self._specs.get(queue)
+        limited = spec is not None and spec.max_depth is not None
+        if limited or not all(_is_plain(envelope) for envelope in envelopes):
+            results = await self._publish_with_care(queue, spec, envelopes)
+        else:
+            records = [Outgoing(*codec.encode(envelope)) for envelope in envelopes]
+            results = await self._sending.send(queue, records)
+        if not any(isinstance(item, QueueError) for item in results):
+            return [Sent(envelope.id) for envelope in envelopes]
+        outcomes = [
+            item if isinstance(item, QueueError) else Sent(envelope.id)
+            for item, envelope in zip(results, envelopes, strict=True)
+        ]
+        raise PartialSend.of(outcomes, backend=self.name, queue=queue)
+
+    async def _publish_with_care(
+        self, queue: str, spec: QueueSpec | None, envelopes: Sequence[Envelope]
+    ) -> list[Placed | QueueError]:
+        """Delayed messages, those for one group, dead letters, and queues with a limit."""
+        fitting = await self._fitting(queue, spec, len(envelopes))
+        now = self._clock.time()
+        direct: dict[int, Outgoing] = {}
+        aside: dict[int, Outgoing] = {}
+        for number, envelope in enumerate(envelopes[:fitting]):
+            due = envelope.not_before
+            if (due is not None and due > now) or self._for_one_group(spec, envelope):
+                aside[number] = delayed(envelope, 0, due, now, NEW)
+            else:
+                direct[number] = Outgoing(*codec.encode(envelope, facts=self._facts(envelope)))
+        results: dict[int, Placed | QueueError] = {}
+        for topic, records in ((queue, direct), (self._names.retry(queue), aside)):
+            if not records:
+                continue
+            if topic != queue:
+                await self._need_retry_topic(queue)
+            placed = await self._sending.send(topic, list(records.values()))
+            results.update(zip(records, placed, strict=True))
+        if spec is not None and spec.drop_oldest and spec.max_depth is not None:
+            try:
+                await self._trim(queue, spec.max_depth, list(results.values()))
+            except QueueError as error:  # what was sent is there: nobody must send it again
+                logger.warning("%s: holds more than it should: %s", queue, error)
+        return [
+            results[number] if number in results else _full(queue, envelope)
+            for number, envelope in enumerate(envelopes)
+        ]
+
+    @staticmethod
+    def _for_one_group(spec: QueueSpec | None, envelope: Envelope) -> bool:
+        """A topic's message for one group lies beside the topic, where only qkit looks."""
+        if GROUP not in envelope.headers or DEAD_REASON in envelope.headers:
+            return False  # in a dead letter the header is a fact like the others
+        return spec is None or spec.broadcast
+
+    def _facts(self, envelope: Envelope) -> Facts:
+        if DEAD_REASON not in envelope.headers:
+            return NEW
+        found = (each.origin_of(envelope) for each in self._subscriptions)
+        return Facts(origin=next((origin for origin in found if origin is not None), None))
+
+    async def _fitting(self, queue: str, spec: QueueSpec | None, count: int) -> int:
+        """How many more a queue takes that has a limit."""
+        if spec is None or spec.max_depth is None or spec.drop_oldest:
+            return count
+        for wait in (FULL_AGAIN, None):
+            room = spec.max_depth - (await self.stats(queue)).depth
+            if room >= count or wait is None:
+                return max(0, min(room, count))
+            await asyncio.sleep(wait)
+        raise AssertionError("the loop returns")
+
+    async def _trim(self, queue: str, limit: int, results: list[Placed | QueueError]) -> None:
+        """Let the oldest dead letters go while there are too many, and tell of each."""
+        placed = [item for item in results if isinstance(item, Placed)]
+        if not placed:
+            return
+        last = max(placed, key=lambda item: item.offset)
+        if last.offset + 1 - last.log_start <= limit:
+            return
+        for envelope in await self._admin.drop_oldest(queue, limit):
+            letter = DeadLetter.from_envelope(envelope, channel=queue)
+            for callback in self._drop_callbacks:
+                callback(letter)
+
+    async def _need_retry_topic(self, queue: str) -> str:
+        """The topic beside a channel where its messages wait, made when it is first needed."""
+        retry = self._names.retry(queue)
+        spec = self._specs.get(queue)
+        if spec is None or not spec.passive:
+            if not await self._cluster.look(queue):
+                raise not_found(queue, "declare")
+            await self._create(retry, TIERS, 1 if spec is None else spec.replicas)
+        elif not await self._cluster.look(retry):
+            raise ConfigError(
+                f"delays and retries need the topic {retry!r}, which does not exist, and "
+                "declare='passive' creates nothing: start a service with declare='create' once, or "
+                f"create it with {TIERS} partitions",
+                backend=self.name,
+                operation="declare",
+                queue=queue,
+            )
+        if await self._cluster.partitions(retry, "declare") < TIERS:
+            raise ConfigError(
+                f"the topic {retry!r} has fewer than {TIERS} partitions, one for each power of two "
+                "seconds: delete it, and qkit makes it anew",
+                backend=self.name,
+                operation="declare",
+                queue=queue,
+            )
+        return retry
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[KafkaSubscription]:
+        """Consume a queue, or a topic for a group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[KafkaSubscription, None]:
+        async with translated("subscribe", spec.queue):
+            if not await self._cluster.look(spec.queue):
+                raise not_found(spec.queue, "subscribe")
+            subscription = KafkaSubscription(
+                self._address,
+                self._cluster,
+                self._sending,
+                spec,
+                group=self._names.group(spec.queue, spec.group if spec.broadcast else None),
+                retry=await self._need_retry_topic(spec.queue),
+                timing=self._timing,
+                batch=self._batch,
+                clock=self._clock,
+            )
+            try:
+                await subscription.open()
+            except BaseException:
+                await to_its_end(subscription.leave())
+                raise
+        self._subscriptions.add(subscription)
+        try:
+            yield subscription
+        finally:
+            try:
+                await to_its_end(subscription.leave())
+            finally:
+                self._subscriptions.discard(subscription)
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless a broker answers."""
+        await self._cluster.ping()
+
+    async def aclose(self) -> None:
+        """Disconnect; idempotent."""
+        for subscription in list(self._subscriptions):
+            await subscription.leave()
+        await self._sending.aclose()
+        await self._reader.aclose()
+        await self._cluster.aclose()
+
+    # Log
+
+    async def bounds(self, queue: str) -> dict[int, tuple[int, int]]:
+        """The first and the next offset of each partition."""
+        first = await self._cluster.offsets(queue, driver.EARLIEST)
+        after = await self._cluster.offsets(queue, driver.LATEST)
+        return {partition: (first[partition], after[partition]) for partition in sorted(first)}
+
+    async def read_range(
+        self, queue: str, partition: int, first: int, last: int
+    ) -> list[tuple[int, Envelope]]:
+        """Messages by offset; a marker that hides another is none."""
+        place = TopicPartition(queue, partition)
+        found = await self._reader.read({place: (first, last)}, "read")
+        messages: list[tuple[int, Envelope]] = []
+        for item in found:
+            envelope, facts = codec.decode(item)
+            if facts.removed is None:
+                messages.append((item.offset, envelope))
+        return messages
+
+    # Admin
+
+    async def queues(self) -> list[str]:
+        """The names of all topics but Kafka's own, and those where messages wait."""
+        return sorted(name for name in await self._cluster.topics() if self._names.is_channel(name))
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now; a topic's are the sums of its groups'."""
+        return await self._admin.stats(queue)
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages: oldest first, delayed ones last."""
+        return await self._admin.peek(queue, limit)
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return await self._admin.purge(queue)
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Hide a message for each of these ids; return how many there were."""
+        return await self._admin.remove(queue, ids)
+
+    async def delete(self, queue: str) -> None:
+        """Delete the topic with all that is in it or beside it."""
+        await self._admin.delete(queue)
+
+    # DeadLetterSource, DroppedLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """This backend buries nothing by itself: a message that expired is delivered, and dies."""
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._drop_callbacks.append(callback)
+
+
+def _is_plain(envelope: Envelope) -> bool:
+    if envelope.not_before is not None:
+        return False
+    headers = envelope.headers
+    return not headers or (GROUP not in headers and DEAD_REASON not in headers)
+
+
+def _full(queue: str, envelope: Envelope) -> QueueFull:
+    return QueueFull(
+        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
+        backend=BACKEND,
+        operation="publish",
+        queue=queue,
+        message_id=envelope.id,
+    )

@@ -1,0 +1,316 @@
+"""The cluster as an administrator sees it: topics, offsets and groups, every call bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+from qkit.backends.kafka import driver
+from qkit.backends.kafka.connection import BACKEND, Address, translated
+from qkit.backends.kafka.driver import Admin, NewTopic, RecordsToDelete, TopicPartition, errors
+from qkit.backends.kafka.offsets import Saved
+from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
+
+__all__ = ["Cluster", "not_found"]
+
+# Ways of the cluster to say "soon": a topic that was just made has no leader yet, …
+_SOON: Final = (
+    errors.NotLeaderForPartitionError,
+    errors.LeaderNotAvailableError,
+    errors.UnknownTopicOrPartitionError,
+    errors.GroupCoordinatorNotAvailableError,
+    errors.NotCoordinatorForGroupError,
+    errors.GroupLoadInProgressError,
+    errors.KafkaConnectionError,
+    errors.NodeNotReadyError,
+    errors.RequestTimedOutError,
+    errors.KafkaStorageError,
+)
+R = TypeVar("R")
+Arguments = TypeVarTuple("Arguments")
+PAUSE: Final = 0.02
+PING: Final = 1.5  # the health check asks every two seconds
+SILENCE: Final = 1.0
+Place = Any  # the driver's TopicPartition
+
+
+class Cluster:
+    """Questions and orders to the cluster, through one connection to each broker."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._admin: Any = None
+        self._partitions: dict[str, int] = {}  # of topics that were there when we looked
+
+    async def connect(self) -> None:
+        """Reach one broker, or raise ``BackendUnavailable``."""
+        if self._admin is not None:
+            return
+        # The driver's own limit is the shorter: it closes a connection that does not answer.
+        admin = driver.create_nothing(Admin(**self._address.options(self._address.timeout * 0.8)))
+        try:
+            async with translated("start"), asyncio.timeout(self._address.timeout):
+                await admin.start()
+        except BaseException:
+            await driver.close_admin(admin)
+            raise
+        self._admin = admin
+
+    async def aclose(self) -> None:
+        """Disconnect; idempotent."""
+        admin, self._admin = self._admin, None
+        self._partitions.clear()
+        if admin is not None:
+            await driver.close_admin(admin)
+
+    @property
+    def _client(self) -> Any:
+        return driver.client_of(self._connected)
+
+    @property
+    def _connected(self) -> Any:
+        if self._admin is None:
+            raise BackendUnavailable(
+                "not connected: start the backend first", backend=BACKEND, operation="connect"
+            )
+        return self._admin
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless a broker answers soon."""
+        async with translated("ping"), asyncio.timeout(PING):
+            await self._ask(driver.metadata_request([]))
+
+    # Topics
+
+    async def topics(self) -> list[str]:
+        """The names of all topics but Kafka's own."""
+        return [name for name, facts in (await self._describe(None)).items() if not facts.internal]
+
+    async def partitions(self, topic: str, operation: str) -> int:
+        """How many partitions a topic has; ``QueueNotFound`` if it does not exist."""
+        known = self._partitions.get(topic)
+        if known is None:
+            known = await self.look(topic)
+            if not known:
+                raise not_found(topic, operation)
+        return known
+
+    async def look(self, topic: str) -> int:
+        """How many partitions a topic has now; none if it does not exist."""
+        found = (await self._describe([topic])).get(topic)
+        if found is None or not found.leaders:
+            self._partitions.pop(topic, None)
+            return 0
+        self._partitions[topic] = len(found.leaders)
+        return len(found.leaders)
+
+    def forget(self, topic: str) -> None:
+        """Look again before this topic is used."""
+        self._partitions.pop(topic, None)
+
+    async def create(
+        self, topic: str, partitions: int, replicas: int, config: Mapping[str, str]
+    ) -> None:
+        """Make a topic, unless it exists; returns when its partitions can be used."""
+        if await self.look(topic):
+            return
+        async with translated("declare", topic), asyncio.timeout(self._address.timeout):
+            new = NewTopic(topic, partitions, replicas, topic_configs=dict(config))
+            answer = await self._connected.create_topics([new])
+            for _, code, text in answer.topic_errors:
+                error = errors.for_code(code)
+                if error is errors.InvalidTopicError and "collides" in (text or ""):
+                    raise ConfigError(
+                        f"{text}: Kafka's metrics take '.' and '_' for the same, so rename one of "
+                        "them, or set a prefix",
+                        backend=BACKEND,
+                        operation="declare",
+                        queue=topic,
+                    )
+                if error not in (errors.NoError, errors.TopicAlreadyExistsError):
+                    raise error(text)
+            while not await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
+                await asyncio.sleep(PAUSE)
+            await self.offsets(topic, driver.LATEST)
+
+    async def delete(self, topics: list[str]) -> None:
+        """Delete topics that exist; returns when they are gone."""
+        async with translated("delete", topics[0]), asyncio.timeout(self._address.timeout):
+            answer = await self._connected.delete_topics(topics)
+            for _, code in answer.topic_error_codes:
+                error = errors.for_code(code)
+                if error not in (errors.NoError, errors.UnknownTopicOrPartitionError):
+                    raise error
+            for topic in topics:
+                while await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
+                    await asyncio.sleep(PAUSE)
+
+    async def brokers(self) -> int:
+        """How many brokers run."""
+        async with translated("declare"), asyncio.timeout(self._address.timeout):
+            return len((await self._ask(driver.metadata_request([]))).brokers)
+
+    async def _describe(self, topics: list[str] | None) -> dict[str, _Topic]:
+        async with translated("describe"), asyncio.timeout(self._address.timeout):
+            answer = await self._ask(driver.metadata_request(topics))
+        found: dict[str, _Topic] = {}
+        for code, name, internal, partitions in answer.topics:
+            error = errors.for_code(code)
+            if error is errors.TopicAuthorizationFailedError:
+                async with translated("describe", name):
+                    raise error(name)
+            leaders = {partition[1]: partition[2] for partition in partitions}
+            if error is errors.NoError and all(leader >= 0 for leader in leaders.values()):
+                found[name] = _Topic(bool(internal), leaders)
+        return found
+
+    # Offsets
+
+    async def offsets(self, topic: str, which: int) -> dict[int, int]:
+        """The first (``EARLIEST``) or the next (``LATEST``) offset of each partition."""
+        async with translated("offsets", topic), asyncio.timeout(self._address.timeout):
+            return await _once_ready(self._offsets, topic, which)
+
+    async def _offsets(self, topic: str, which: int) -> dict[int, int]:
+        described = (await self._describe([topic])).get(topic)
+        if described is None:
+            self.forget(topic)
+            raise not_found(topic, "offsets")
+        by_leader: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for partition, leader in described.leaders.items():
+            by_leader[leader].append((partition, which))
+        found: dict[int, int] = {}
+        for leader, partitions in by_leader.items():
+            answer = await self._ask(driver.offsets_request([(topic, partitions)]), leader)
+            for _, items in answer.topics:
+                for partition, code, _, offset in items:
+                    if code:
+                        raise errors.for_code(code)
+                    found[partition] = offset
+        return found
+
+    async def delete_records(self, before: Mapping[Place, int]) -> None:
+        """Delete what lies before these offsets."""
+        if not before:
+            return
+        async with translated("purge"), asyncio.timeout(self._address.timeout):
+            records = {tp: RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
+            await self._connected.delete_records(records)
+
+    # Groups
+
+    async def groups(self) -> list[str]:
+        """The ids of all consumer groups."""
+        async with translated("groups"), asyncio.timeout(self._address.timeout):
+            found = await _once_ready(self._connected.list_consumer_groups)
+        return sorted(str(group[0]) for group in found)
+
+    async def members(self, group: str) -> int:
+        """How many consumers a group has."""
+        async with translated("groups"), asyncio.timeout(self._address.timeout):
+            describe = self._connected.describe_consumer_groups
+            for answer in await _once_ready(describe, [group]):
+                for item in answer.groups:
+                    return len(item[5])
+        return 0
+
+    async def committed(self, group: str, topics: Iterable[str]) -> dict[Place, Saved]:
+        """What a group has committed for these topics."""
+        return await self.committed_of(
+            group,
+            [
+                TopicPartition(topic, partition)
+                for topic in topics
+                for partition in range(self._partitions.get(topic) or await self.look(topic))
+            ],
+        )
+
+    async def committed_of(self, group: str, wanted: list[Place]) -> dict[Place, Saved]:
+        """What a group has committed for these partitions."""
+        if not wanted:
+            return {}
+        async with translated("offsets"), asyncio.timeout(self._address.timeout):
+            ask = functools.partial(self._connected.list_consumer_group_offsets, partitions=wanted)
+            found = await _once_ready(ask, group)
+        return {
+            tp: Saved(saved.offset, saved.metadata or "")
+            for tp, saved in found.items()
+            if saved.offset >= 0
+        }
+
+    async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
+        async with translated("commit", topic), asyncio.timeout(self._address.timeout):
+            await _once_ready(self._commit, group, topic, offsets)
+
+    async def _commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
+        partitions = [(partition, offset, "") for partition, offset in offsets.items()]
+        node = await self._connected.find_coordinator(group)
+        answer = await self._ask(driver.commit_request(group, topic, partitions), node)
+        for _, items in answer.topics:
+            for _, code in items:
+                if code:
+                    raise errors.for_code(code)
+
+    async def delete_groups(self, groups: list[str]) -> None:
+        """Forget groups; one that still has members stays."""
+        async with translated("delete"), asyncio.timeout(self._address.timeout):
+            for group in groups:
+                await _once_ready(self._delete_group, group)
+
+    async def _delete_group(self, group: str) -> None:
+        node = await self._connected.find_coordinator(group)
+        await self._ask(driver.delete_groups_request([group]), node)
+
+    async def _ask(self, request: Any, node: int | None = None) -> Any:
+        """Send a request to this broker, or to whichever answers."""
+        if node is not None:
+            return await self._send(node, request)
+        failure: BaseException | None = None
+        for broker in list(self._client.cluster.brokers()):
+            try:
+                return await self._send(broker.nodeId, request)
+            except (errors.KafkaConnectionError, errors.NodeNotReadyError) as error:
+                failure = error
+        raise failure or errors.NoBrokersAvailable
+
+    async def _send(self, node: int, request: Any) -> Any:
+        began = asyncio.get_running_loop().time()
+        client = self._client
+        try:
+            return await client.send(node, request)
+        except asyncio.CancelledError:
+            # Perhaps the network forgot this connection: the next request shall have another.
+            if asyncio.get_running_loop().time() - began >= SILENCE:
+                driver.disconnect(client, node)
+            raise
+
+
+async def _once_ready(call: Callable[[*Arguments], Awaitable[R]], *arguments: *Arguments) -> R:
+    """The answer, as soon as the cluster no longer says "soon"; the caller sets the limit."""
+    while True:
+        try:
+            return await call(*arguments)
+        except _SOON:
+            await asyncio.sleep(PAUSE)
+
+
+class _Topic:
+    __slots__ = ("internal", "leaders")
+
+    def __init__(self, internal: bool, leaders: dict[int, int]) -> None:
+        self.internal = internal
+        self.leaders = leaders
+
+
+def not_found(topic: str, operation: str) -> QueueNotFound:
+    """There is no such topic."""
+    return QueueNotFound(
+        f"there is no topic {topic!r} on this Kafka: declare it, or send to it first",
+        backend=BACKEND,
+        operation=operation,
+        queue=topic,
+    )

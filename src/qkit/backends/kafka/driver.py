@@ -1,0 +1,340 @@
+"""aiokafka as this backend uses it: its names without its missing types, and its inside, bounded.
+
+Whatever is not part of the driver's public interface is touched here and nowhere else. It has no
+way to ask for metadata without creating the topic it asks about, none to end a client that cannot
+reach its broker, and none to ask for another round of the group.
+"""
+
+# pyright: reportMissingTypeStubs=false
+# The driver has none.
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any, Final
+
+import aiokafka
+import aiokafka.admin
+import aiokafka.consumer.fetcher
+import aiokafka.coordinator.protocol
+import aiokafka.partitioner
+from aiokafka import errors
+from aiokafka.protocol import admin, commit, group, metadata, offset
+
+from qkit.backends.kafka import lenient_decoding
+
+__all__ = [
+    "Admin",
+    "Consumer",
+    "Listener",
+    "MemberAssignment",
+    "MemberMetadata",
+    "NewTopic",
+    "OffsetAndMetadata",
+    "Producer",
+    "RecordsToDelete",
+    "TopicPartition",
+    "close_admin",
+    "close_consumer",
+    "close_producer",
+    "create_nothing",
+    "errors",
+    "partition_of",
+    "rejoin",
+    "send_batch",
+]
+
+# The driver ships no types: what comes from it is looked at where it is used.
+_aiokafka: Any = aiokafka
+_admin: Any = aiokafka.admin
+_fetcher: Any = aiokafka.consumer.fetcher
+_group_protocol: Any = aiokafka.coordinator.protocol
+_admin_requests: Any = admin
+_commit: Any = commit
+_group: Any = group
+_metadata: Any = metadata
+_offset: Any = offset
+_partitioner: Any = aiokafka.partitioner
+
+Consumer: Final[Any] = _aiokafka.AIOKafkaConsumer
+Producer: Final[Any] = _aiokafka.AIOKafkaProducer
+Admin: Final[Any] = _admin.AIOKafkaAdminClient
+NewTopic: Final[Any] = _admin.NewTopic
+RecordsToDelete: Final[Any] = _admin.RecordsToDelete
+TopicPartition: Final[Any] = _aiokafka.TopicPartition
+OffsetAndMetadata: Final[Any] = _aiokafka.OffsetAndMetadata
+MemberMetadata: Final[Any] = _group_protocol.ConsumerProtocolMemberMetadata
+MemberAssignment: Final[Any] = _group_protocol.ConsumerProtocolMemberAssignment
+Listener: Final[Any] = _aiokafka.ConsumerRebalanceListener
+
+EARLIEST: Final = -2
+LATEST: Final = -1
+CLOSING: Final = 5.0  # seconds for a client to say goodbye; then its tasks are cancelled
+FORCED: Final = 1.0
+
+
+def _holds_no_secret(record: logging.LogRecord) -> bool:
+    """The driver logs every request at DEBUG, the one with the password too."""
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    return not any(type(item).__name__.startswith("SaslAuthenticate") for item in arguments)
+
+
+logging.getLogger("aiokafka.conn").addFilter(_holds_no_secret)
+
+
+_MemoryRecords: Any = _fetcher.MemoryRecords
+_DriverRecords: Any = _fetcher.PartitionRecords
+
+
+class _Records(_MemoryRecords):  # type: ignore[misc,unused-ignore]  # it has no types
+    """Batches as they were fetched; the bytes are kept for a batch that must be read again."""
+
+    def __init__(self, data: bytes) -> None:
+        _MemoryRecords.__init__(self, data)
+        self.data = data
+
+
+class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # the same
+    """The records of a fetch, also where the driver's parser fails.
+
+    The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
+    Tested with aiokafka 0.14.
+    """
+
+    def __init__(self, place: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
+        _DriverRecords.__init__(self, place, records, aborted, offset, *more)
+        self._first = offset
+        self._records_iterator: Iterator[Any] = self._records_iterator
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._records_iterator)
+        except StopIteration:
+            raise
+        except Exception as error:
+            self._records_iterator = iter(())  # the driver's generator ended with the error
+            if _is_undecodable(error):
+                rest = lenient_decoding.records_from(self._records.data, self.next_fetch_offset)
+                self._records_iterator = itertools.chain(
+                    self._read_leniently(rest), self._unpack_records()
+                )
+                return next(self._records_iterator)
+            if self.next_fetch_offset > self._first:
+                raise StopIteration from error  # deliver what came before; the next fetch raises
+            if isinstance(error, errors.KafkaError):
+                raise
+            raise errors.CorruptRecordException(f"{self._tp}: {error!r}") from error
+
+    def _read_leniently(self, batch: lenient_decoding.Batch) -> Iterator[Any]:
+        for record in batch.records:
+            self.next_fetch_offset = record.offset + 1
+            yield self._consumer_record(self._tp, record)
+        self.next_fetch_offset = batch.next_offset
+
+
+def _is_undecodable(error: BaseException) -> bool:
+    """Whether text was not UTF-8; of the driver's parsers only the one in C raises this error."""
+    return isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError)
+
+
+_fetcher.MemoryRecords = _Records
+_fetcher.PartitionRecords = _PartitionRecords
+
+
+def partition_of(key: bytes, partitions: int) -> int:
+    """The partition of a key, as every Kafka client computes it.
+
+    >>> partition_of(b"customer-7", 12)
+    7
+    """
+    number: int = _partitioner.murmur2(key)
+    return (number & 0x7FFF_FFFF) % partitions
+
+
+def client_of(user: Any) -> Any:
+    """The connection pool of a consumer, producer or admin client."""
+    return user.client if hasattr(user, "client") else user._client
+
+
+def disconnect(client: Any, node: int) -> None:
+    """Give up the connection to a broker; the next request makes another."""
+    for (other, _), connection in list(client._conns.items()):
+        if other == node:
+            connection.close()
+
+
+def create_nothing(user: Any) -> Any:
+    """Let a client ask for metadata without creating the topics it asks about; returns it.
+
+    Otherwise every client that still knows a deleted topic brings it back, with the broker's
+    defaults instead of the declared ones.
+    """
+    client = client_of(user)
+
+    async def update(cluster: Any, topics: Any) -> bool:
+        nodes = [broker.nodeId for broker in client.cluster.brokers()]
+        nodes += [node for node, _ in client._conns if node == "bootstrap"]
+        random.shuffle(nodes)
+        for node in nodes:
+            connection = await client._get_conn(node)
+            if connection is None:
+                continue
+            try:
+                found = await connection.send(metadata_request(list(topics) if topics else None))
+            except (errors.KafkaError, TimeoutError):
+                continue
+            if not found.brokers:
+                return False
+            cluster.update_metadata(found)
+            if ("bootstrap", 0) in client._conns and cluster.brokers():
+                client._conns.pop(("bootstrap", 0)).close()
+            return True
+        cluster.failed_update(None)
+        return False
+
+    client._metadata_update = update
+    return user
+
+
+def metadata_request(topics: list[str] | None) -> Any:
+    """About these topics, or all of them; none is created."""
+    return _metadata.MetadataRequest(topics, allow_auto_topic_creation=False)
+
+
+def offsets_request(topics: list[tuple[str, list[tuple[int, int]]]]) -> Any:
+    """The first or the next offset of partitions."""
+    return _offset.OffsetRequest(-1, 0, topics)
+
+
+def commit_request(group: str, topic: str, partitions: list[tuple[int, int, str]]) -> Any:
+    """A commit for a group without members."""
+    return _commit.OffsetCommitRequest(group, -1, "", -1, [(topic, partitions)])
+
+
+def delete_groups_request(groups: list[str]) -> Any:
+    """Forget groups that have no members."""
+    return _admin_requests.DeleteGroupsRequest(groups)
+
+
+def rejoin(consumer: Any) -> None:
+    """Ask for another round of the group, to say something new to its leader."""
+    coordinator = consumer._coordinator
+    if coordinator is not None:
+        coordinator.request_rejoin()
+
+
+def generation_of(consumer: Any) -> int:
+    """The round of the group in which this consumer takes part."""
+    coordinator = consumer._coordinator
+    return -1 if coordinator is None else int(coordinator.generation)
+
+
+async def close_consumer(consumer: Any) -> None:
+    """Leave the group at once and disconnect; a broker that does not answer is not waited for.
+
+    The driver's own way would wait for a rebalance that is under way, and not leave at all if that
+    takes too long: then the group waits a whole session for a member that is gone.
+    """
+    consumer._closed = True
+    coordinator, fetcher = consumer._coordinator, consumer._fetcher
+    if coordinator is not None and consumer._group_id is not None:
+        if not coordinator._closing.done():
+            coordinator._closing.set_result(None)
+        coordinator._coordination_task.cancel()
+        await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
+        await _within(FORCED, coordinator._stop_heartbeat_task())
+        await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
+        await _leave_group(consumer._client, coordinator)
+    elif coordinator is not None:
+        await _within(FORCED, coordinator.close())
+    if fetcher is not None:
+        await _within(FORCED, fetcher.close())
+    await _within(FORCED, consumer._client.close())
+
+
+async def _leave_group(client: Any, coordinator: Any) -> None:
+    if coordinator.member_id and coordinator.coordinator_id is not None:
+        request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
+        # Not on the group's own connection: there it would stand behind a join that waits.
+        await _within(FORCED, client.send(coordinator.coordinator_id, request))
+
+
+async def send_batch(
+    producer: Any, batch: Any, first: Any, topic: str, partition: int
+) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
+    """Hand a batch over; ``first`` is what the driver said of its first record.
+
+    Returns the driver's own word on the batch, which must not be cancelled, and the same word on
+    that record for whoever waits for it, who may go away. What the driver gives away is a shield
+    around the first; it and one of ours would come a few turns of the loop too late for a sender
+    that sends again at once.
+    """
+    accumulator, place = producer._message_accumulator, TopicPartition(topic, partition)
+    if (
+        partition in (producer.client.cluster.partitions_for_topic(topic) or ())
+        and not accumulator._batches.get(place)
+        and not accumulator._closed
+        and accumulator._exception is None
+    ):  # then this is all that the driver would do
+        waiting = accumulator._append_batch(batch, place)
+    else:
+        shield = await producer.send_batch(batch, topic, partition=partition)
+        shield.cancel()
+        waiting = accumulator._batches[place][-1]
+    future: asyncio.Future[Any] = waiting.future
+    answer = future.get_loop().create_future()
+    waiting._msg_futures.append((answer, first))
+    return future, answer
+
+
+def has_ended(producer: Any) -> bool:
+    """Whether a producer met an error after which it sends nothing more."""
+    sending = producer._sender.sender_task
+    return sending is not None and bool(sending.done())
+
+
+async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
+    """Wait so long for what is on its way, then give it up and disconnect."""
+    if flush > 0 and await _within(flush, producer.stop()):
+        return
+    producer._closed = True
+    producer._message_accumulator._closed = True  # what comes now is refused
+    sending = producer._sender.sender_task
+    if sending is not None:
+        for _ in range(3):  # it waits for its requests, and each takes a cancellation
+            sending.cancel()
+            await asyncio.wait({sending}, timeout=0.05)
+            if sending.done():
+                break
+    await _within(FORCED, producer.client.close())
+    if sending is not None and not sending.done():
+        sending.cancel()
+        await asyncio.wait({sending}, timeout=FORCED)
+    _count_as_pending(producer._message_accumulator)
+
+
+def _count_as_pending(accumulator: Any) -> None:
+    """What waited to be tried again; else the driver stumbles, in a callback, when it is failed."""
+    for batches in accumulator._batches.values():
+        accumulator._pending_batches.update(batches)
+
+
+async def close_admin(admin: Any) -> None:
+    """Disconnect."""
+    await _within(CLOSING, admin.close())
+
+
+async def _within(seconds: float, work: Any) -> bool:
+    """Whether it came to its end, well or not, in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            with contextlib.suppress(errors.KafkaError, OSError):
+                await work
+    except TimeoutError:
+        return False
+    return True

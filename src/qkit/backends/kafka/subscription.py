@@ -1,0 +1,468 @@
+"""A consumer of a channel: deliveries up to its prefetch, settled in any order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from qkit._internal.clock import Clock
+from qkit._internal.logging import logger
+from qkit._internal.tasks import end_tasks
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.kafka import codec
+from qkit.backends.kafka.cluster import Cluster
+from qkit.backends.kafka.codec import KafkaRecord, Origin
+from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, translated
+from qkit.backends.kafka.group import Membership, Place, Timing, lost
+from qkit.backends.kafka.offsets import Tracker
+from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
+from qkit.backends.kafka.retry_tiers import TIERS
+from qkit.backends.kafka.retry_topic import Delays, Item, delayed
+from qkit.errors import (
+    AckDeadlineExceeded,
+    MessageNotFound,
+    QueueError,
+    SubscriptionLost,
+    Unsupported,
+)
+from qkit.message import GROUP, Envelope
+
+__all__ = ["KafkaSubscription"]
+
+SAFETY: Final = 5.0
+AGAIN: Final = 1.0  # seconds until a message that could not be sent back comes again
+
+
+class KafkaSubscription:
+    """A live claim on a channel's partitions: at most ``prefetch`` unsettled deliveries.
+
+    What is given back uncharged and at once stays here and is delivered next. Only when this
+    consumer stops does it go to the retry topic, where the others find it. A message with a key
+    does not, or it could overtake one that was sent before it: it stays in its place in the log.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        cluster: Cluster,
+        sending: Sending,
+        spec: SubscriptionSpec,
+        *,
+        group: str,
+        retry: str,
+        timing: Timing,
+        batch: int | None,
+        clock: Clock,
+    ) -> None:
+        self.queue = spec.queue
+        self.group = group
+        self._group = spec.group if spec.broadcast else None
+        self._retry = retry
+        self._prefetch = spec.prefetch
+        self._sending = sending
+        self._clock = clock
+        self._held = 0
+        self._returned: deque[Item] = deque()
+        self._due: deque[Item] = deque()
+        self._fetched: deque[Item] = deque()
+        self._polling: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
+        self._stopped = False
+        self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
+        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
+        self.membership = Membership(
+            address,
+            cluster,
+            group=group,
+            topic=spec.queue,
+            retry=retry,
+            from_end=spec.broadcast,
+            timing=timing,
+            batch=batch,
+            moved=self._moved,
+            lost=self._report,
+            changed=self._wake,
+            committed=self._committed,
+        )
+        self._delays = Delays(
+            address,
+            sending,
+            topic=retry,
+            group=self._group,
+            clock=clock,
+            ready=self._is_due,
+            settled=self.membership.settled,
+            ended=self.membership.end_with,
+        )
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is a member of its group."""
+        return self.membership.joined
+
+    async def open(self) -> None:
+        """Join the group; returns when this consumer has its first share of it."""
+        await self._delays.start()
+        await self.membership.join()
+
+    # Receive
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the topic is deleted or the driver gives up.
+        """
+        deadline = self._clock.monotonic() + SAFETY
+        while not self._stopped:
+            if self.membership.broken is not None:
+                raise self.membership.broken
+            self._news.clear()
+            free = min(limit, self._prefetch - self._held)
+            if free > 0:
+                found = self._take(free) or await self._read_now(free)
+                if found:
+                    return found
+            seconds = deadline - self._clock.monotonic()
+            if seconds <= 0:
+                return []
+            await self._wait(free, seconds)
+        return []
+
+    def _take(self, most: int) -> list[Delivery]:
+        """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
+        taken: list[Item] = []
+        for waiting in (self._returned, self._due, self._fetched):
+            while waiting and len(taken) < most:
+                item = waiting.popleft()
+                if item.pending:
+                    taken.append(item)
+        return self._deliver(taken)
+
+    def _deliver(self, items: list[Item]) -> list[Delivery]:
+        deliveries: list[Delivery] = []
+        for item in items:
+            item.held = delivery = Delivery(item.envelope, self.queue, item)
+            item.tracker.held += 1
+            deliveries.append(delivery)
+        self._held += len(items)
+        return deliveries
+
+    async def _read_now(self, most: int) -> list[Delivery]:
+        """What the driver has fetched already; it does not wait."""
+        if self._polling is not None or not self.membership.steady:
+            return []
+        items: list[Item] = []
+        try:
+            for place, records in await self.membership.poll(most, 0.0):
+                items += self._accept(place, records)
+        except DRIVER_ERRORS as error:
+            raise self._lost(error) from error
+        return self._deliver(items)
+
+    async def _wait(self, free: int, seconds: float) -> None:
+        """Wait for a record, or for news of any other kind; safe to cancel."""
+        if free > 0 and self._polling is None:
+            self._polling = asyncio.create_task(
+                self._poll(free, seconds), name=f"qkit kafka {self.group} poll"
+            )
+            self._polling.add_done_callback(self._polled)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    async def _poll(self, most: int, seconds: float) -> None:
+        for place, records in await self.membership.poll(most, seconds):
+            self._fetched += self._accept(place, records)
+
+    def _polled(self, polling: asyncio.Task[None]) -> None:
+        self._polling = None
+        if not polling.cancelled() and (error := polling.exception()) is not None:
+            self.membership.fail(self._lost(error))
+        self._wake()
+
+    def _accept(self, place: Place, records: list[KafkaRecord]) -> list[Item]:
+        """Turn what was read into messages, in the order of the log."""
+        tracker = self.membership.trackers[place]
+        group = self._group
+        items: list[Item] = []
+        for found in records:
+            offset = found.offset
+            if offset < tracker.end:
+                self.membership.fail(self._lost(LookupError("the topic was made anew")))
+                return []
+            if tracker.is_settled(offset):
+                tracker.skip_to(offset + 1)
+                continue
+            envelope, facts = codec.decode(found)
+            if facts.removed is not None or (
+                group is not None and not codec.for_group(envelope, group)
+            ):
+                tracker.skip_to(offset + 1)
+                continue
+            item = Item(tracker, place, offset, envelope, facts)
+            tracker.read(offset, item)
+            items.append(item)
+        if not items:
+            self.membership.settled(tracker)  # all of it was for others
+        return items
+
+    def _is_due(self, item: Item) -> None:
+        self._due.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        if self.membership.broken is not None:
+            self._delays.assign({})
+        polling = self._polling
+        if polling is not None and not self.membership.steady:
+            polling.cancel()  # it would return what was read before the rebalance
+
+    # Settle
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done; the commit follows, with those of others."""
+        item = self._item(delivery, "ack")
+        delivery.receipt = None
+        self._settle(item)
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        item = self._item(delivery, "release")
+        delivery.receipt = None
+        unchanged = delay <= 0 and not count_attempt
+        if unchanged and not self._stopped:
+            self._forget(item)
+            self._returned.appendleft(item)
+            self._wake()
+            return
+        if unchanged and item.envelope.key is not None:
+            self._leave_in_log(item)
+            return
+        try:
+            await self._send_back([item], delay, count_attempt=count_attempt)
+        except BaseException:  # there may be a copy, and there must not be none
+            self._leave_in_log(item)
+            loop = asyncio.get_running_loop()
+            loop.call_later(AGAIN, self._deliver_again, item, count_attempt)
+            raise
+        self._settle(item)
+
+    def _leave_in_log(self, item: Item) -> None:
+        """Nobody works on it, and it is not settled: the mark stays before it."""
+        if not item.tracker.lost:
+            self._forget(item)
+            self.membership.settled(item.tracker)  # perhaps others wait for its partition
+
+    def _deliver_again(self, item: Item, count_attempt: bool) -> None:
+        item.envelope.attempt += count_attempt
+        self._returned.append(item)
+        self._wake()
+
+    async def _send_back(self, items: list[Item], delay: float, *, count_attempt: bool) -> None:
+        """A copy in the retry topic first, then it may be settled here."""
+        now = self._clock.time()
+        due = now + delay if delay > 0 else None
+        records: list[Outgoing] = []
+        for item in items:
+            envelope = item.envelope
+            if self._group is not None:
+                headers = {**envelope.headers, GROUP: self._group}
+                envelope = Envelope(
+                    envelope.id, envelope.body, headers, envelope.key,
+                    expires_at=envelope.expires_at, attempt=envelope.attempt,
+                )  # fmt: skip
+            deliveries = envelope.attempt - (not count_attempt)
+            sent = delayed(envelope, deliveries, due, now, item.facts)
+            records.append(sent._replace(partition=self._idle_tier()) if due is None else sent)
+        for result in await self._sending.send(self._retry, records, "release"):
+            if not isinstance(result, Placed):
+                raise result
+
+    def _idle_tier(self) -> int:
+        """A tier of which this consumer holds nothing, so that it can go to another at once."""
+        busy = {
+            place.partition
+            for place, tracker in self.membership.trackers.items()
+            if place.topic == self._retry and tracker.held
+        }
+        return next((tier for tier in range(TIERS) if tier not in busy), 0)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Kafka has no leases: a message is this consumer's while it has the partition."""
+        raise Unsupported(
+            "Kafka has no leases to extend",
+            backend=BACKEND,
+            operation="extend",
+            queue=delivery.queue,
+        )
+
+    def _item(self, delivery: Delivery, operation: str) -> Item:
+        item = delivery.receipt
+        if not isinstance(item, Item) or not item.held:
+            raise MessageNotFound(
+                "this delivery was settled before: settle each one once",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        if item.tracker.lost:
+            raise AckDeadlineExceeded(
+                "the partition of this message went to another consumer, which handles it again: "
+                "make handlers shorter than half the session, or run fewer rebalances",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        return item
+
+    def _settle(self, item: Item) -> None:
+        if item.tracker.lost:
+            return  # it went to another while the copy was written
+        item.tracker.settle(item.offset)
+        self._forget(item)
+        self.membership.settled(item.tracker)
+
+    def _forget(self, item: Item) -> None:
+        item.held = None
+        item.tracker.held -= 1
+        self._held -= 1
+        self._news.set()
+
+    # Partitions come and go
+
+    def _moved(self) -> None:
+        self._held = sum(tracker.held for tracker in self.membership.trackers.values())
+        if not self._stopped:
+            tiers: dict[Place, Tracker] = {
+                place: tracker
+                for place, tracker in self.membership.trackers.items()
+                if place.topic == self._retry
+            }
+            self._delays.assign(tiers)
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        """Call ``callback`` with what is held of partitions that went to others."""
+        self._loss_callbacks.append(callback)
+
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` when acks cannot be committed, and when that is over."""
+        self._settlement_callbacks.append(callback)
+
+    def _committed(self, error: Exception | None) -> None:
+        for callback in self._settlement_callbacks:
+            callback("acknowledgements cannot be committed", error)
+
+    def _report(self, trackers: list[Tracker]) -> None:
+        lost = [item.held for item in _items(trackers) if item.held is not None]
+        if lost:
+            for callback in self._loss_callbacks:
+                callback(lost)
+
+    def purge(self, ends: dict[Place, int]) -> int:
+        """Let go of everything before these offsets that nobody works on; return how many left."""
+        kept = 0
+        for place, tracker in self.membership.trackers.items():
+            end = ends.get(place, 0)
+            for offset, item in list(tracker.pending.items()):
+                if offset < end and isinstance(item, Item) and not item.held:
+                    tracker.settle(offset)
+            kept += len(tracker.pending)
+            self.membership.skip_to(place, max(tracker.end, end))
+            self.membership.settled(tracker)
+        self._moved()
+        return kept
+
+    @property
+    def held(self) -> list[Item]:
+        """What somebody works on."""
+        return [item for item in _items(self.membership.trackers.values()) if item.held]
+
+    def origin_of(self, envelope: Envelope) -> Origin | None:
+        """Where a message that is held here lay at first; a dead letter tells it."""
+        for item in self.held:
+            if item.envelope.body is envelope.body and item.envelope.id == envelope.id:
+                return item.facts.origin
+        return None
+
+    def _lost(self, error: BaseException) -> QueueError:
+        if isinstance(error, LookupError):
+            error = SubscriptionLost(
+                f"the subscription broke: {error}",
+                backend=BACKEND,
+                operation="receive",
+                queue=self.queue,
+                cause=error,
+            )
+        return lost(error, self.queue)
+
+    # The end
+
+    async def stop(self) -> None:
+        """Fetch no more and let others have what nobody here works on; acks still count."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._wake()
+        await self._cancel_polling()
+        await self._delays.stop()
+        await self._pass_on()
+        if self._held:
+            self.membership.resign()
+        else:
+            await self.membership.leave()
+
+    async def _pass_on(self) -> None:
+        """What was read and not begun goes on, where a message that is held keeps its partition.
+
+        What has a key keeps its place behind the one that is held.
+        """
+        items = [
+            item
+            for waiting in (self._returned, self._due, self._fetched)
+            for item in waiting
+            if item.tracker.held and item.pending and item.envelope.key is None
+        ]
+        if not items:
+            return
+        try:
+            async with translated("release", self.queue):
+                await self._send_back(items, 0.0, count_attempt=False)
+        except QueueError as error:  # they stay in the log, for whoever has the partition next
+            logger.warning("%s: messages could not be passed on: %s", self.queue, error)
+            return
+        for item in items:
+            item.tracker.settle(item.offset)
+            self.membership.settled(item.tracker)
+
+    async def _cancel_polling(self) -> None:
+        if self._polling is not None:
+            await end_tasks([self._polling])
+
+    async def leave(self) -> None:
+        """Stop, commit, leave the group; what is not settled comes again to others."""
+        try:
+            await self._cancel_polling()
+        finally:
+            self._stopped = True
+            try:
+                await self._delays.stop()
+            finally:
+                await self.membership.leave()
+                self._committed(None)  # what was not committed is delivered again
+
+
+def _items(trackers: Iterable[Tracker]) -> Iterator[Item]:
+    """What was read of these partitions and is not settled."""
+    for tracker in trackers:
+        for item in tracker.pending.values():
+            if isinstance(item, Item):
+                yield item

@@ -1,1 +1,0 @@
-"""The rooms of the Kafka backend: record, tracker, tiers, assignor, cluster, producer, consumer."""

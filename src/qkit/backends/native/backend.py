@@ -1,0 +1,481 @@
+"""The native backend: qkit's boundary on the engine inside this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from qkit._internal.clock import Clock
+from qkit.backend import (
+    Capabilities,
+    Delivery,
+    QueueSpec,
+    QueueStats,
+    SubscriptionSpec,
+    Support,
+)
+from qkit.errors import (
+    AckDeadlineExceeded,
+    BackendUnavailable,
+    ConfigError,
+    MessageNotFound,
+    PartialSend,
+    QueueError,
+    StorageError,
+    SubscriptionLost,
+)
+from qkit.message import DeadLetter, Envelope, Sent
+from qkit.native.config import QueueConfig
+from qkit.native.engine import Engine
+from qkit.native.queue.actor import QueueActor, envelope_of
+from qkit.native.queue.consumers import Consumer
+from qkit.native.queue.stored_message import Stored
+from qkit.native.storage.journal import Arrival
+
+__all__ = ["NativeBackend", "NativeSubscription"]
+
+_T = TypeVar("_T")
+
+TURN: Final = 50  # how far a queue may run ahead of its consumers before they get a turn
+
+MEMORY: Final = Capabilities(
+    durable=Support.UNSUPPORTED,
+    redelivery=Support.NATIVE,
+    counts_crashes=Support.NATIVE,
+    lease=Support.NATIVE,
+    priority=Support.NATIVE,
+    delay=Support.NATIVE,
+    ttl=Support.NATIVE,
+    topics=Support.NATIVE,
+    key_order=Support.EMULATED,
+    dead_letters=Support.NATIVE,
+    prefetch=Support.NATIVE,
+    depth=Support.NATIVE,
+    peek=Support.NATIVE,
+    purge=Support.NATIVE,
+    delete=Support.NATIVE,
+    position=Support.NATIVE,
+    replicas=Support.UNSUPPORTED,
+    batch=Support.EMULATED,
+)
+DURABLE: Final = replace(MEMORY, durable=Support.NATIVE)
+
+
+class NativeBackend:
+    """The whole boundary on an ``Engine``: one in memory, unless another is given.
+
+    Backends share queues when they are given the same ``engine``; one that was given is not
+    closed here, and has its own defaults. ``max_depth``, ``max_priority`` and ``ack_deadline`` are
+    those of queues for which no declaration sets them.
+
+    >>> async def main() -> None:
+    ...     backend = NativeBackend()
+    ...     await backend.start()
+    ...     await backend.declare(QueueSpec(name="orders"))
+    ...     print(await backend.publish("orders", [Envelope("0190", b"{}")]))
+    ...     await backend.aclose()
+    >>> asyncio.run(main())
+    [Sent(message_id='0190', position=0)]
+    """
+
+    name: str = "native"
+    capabilities: Capabilities = MEMORY
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        max_depth: int = 100_000,
+        max_priority: int = 9,
+        ack_deadline: float = 30.0,
+        engine: Engine | None = None,
+    ) -> None:
+        self._owns_engine = engine is None
+        self._defaults = QueueConfig(
+            max_depth=max_depth,
+            max_priority=max_priority,
+            max_deliveries=None,
+            ack_deadline=ack_deadline,
+        )
+        self._engine = engine or Engine(clock=clock, defaults=self._defaults)
+        if self._engine.durable:
+            self.capabilities = DURABLE
+        self._clock: Clock = self._engine.clock
+        self._callbacks: list[Callable[[DeadLetter], None]] = []
+        self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
+
+    # Backend
+
+    async def start(self) -> None:
+        """Open the engine, unless it was given; a new one if it was closed before."""
+        if self._owns_engine and not self._engine.running:
+            if self._engine.closed:
+                self._engine = Engine(clock=self._clock, defaults=self._defaults)
+                for callback in self._callbacks:
+                    self._engine.on_dead_letter(callback)
+                for callback in self._drop_callbacks:
+                    self._engine.on_dropped_letter(callback)
+            await self._engine.__aenter__()
+        await self.ping()
+
+    async def declare(self, spec: QueueSpec) -> None:
+        """Make sure the queue exists, and set what the spec sets: the last declaration wins.
+
+        Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
+        ``QueueNotFound`` when it does not exist.
+        """
+        if spec.passive:
+            self._engine.catalogue.find(spec.name, "declare")
+            return
+        if spec.again and spec.name in self._engine.catalogue.channels:
+            return
+        if spec.replicas > 1:
+            raise ConfigError(
+                "the native backend is one process and keeps no replicas: set replicas=1",
+                backend=self.name,
+                operation="declare",
+                queue=spec.name,
+            )
+        values: dict[str, object] = {
+            "broadcast": spec.broadcast,
+            "max_depth": spec.max_depth,
+            "max_priority": spec.max_priority,
+            "max_deliveries": spec.max_deliveries,
+            "ack_deadline": spec.ack_deadline,
+            "drop_oldest": spec.drop_oldest or None,
+            "balance": spec.balance,
+        }
+        values = {field: value for field, value in values.items() if value is not None}
+        letters = {"dead_letter": spec.dead_letter}
+        if spec.consumed:
+            self._engine.catalogue.declare(spec.name, values | letters)
+        else:
+            self._engine.catalogue.declare(spec.name, values, defaults=letters)
+        await self._engine.written()
+
+    async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
+        """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
+        channel = self._engine.catalogue.find(queue, "publish")
+        if channel.backlog >= TURN:
+            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
+            # let them have a turn to fetch and one to work for as many as they usually take.
+            for _ in range(2 * -(-len(envelopes) // TURN)):
+                await asyncio.sleep(0)
+            channel = self._engine.catalogue.find(queue, "publish")  # or it was deleted meanwhile
+        now = self._clock.monotonic()
+        offset = self._clock.time() - now  # wall time less monotonic time
+        results: list[Sent | QueueError] = []
+        arrivals: list[Arrival] | None = [] if self._engine.durable else None
+        failed = False
+        for item in envelopes:
+            due, expires = item.not_before, item.expires_at
+            values = (
+                item.id,
+                item.body,
+                dict(item.headers) if item.headers else None,
+                item.key,
+                item.priority,
+                None if due is None else due - offset,
+                None if expires is None else expires - offset,
+            )
+            try:
+                if arrivals is None:
+                    results.append(Sent(item.id, channel.put(now, *values)))
+                else:
+                    arrivals.append(self._engine.arrival(channel, *values))
+                    results.append(Sent(item.id))
+            except QueueError as error:
+                failed = True
+                results.append(error.located(backend=self.name))
+        if arrivals:
+            positions = iter(await self._engine.put_all(arrivals))
+            results = [
+                item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
+                for item in results
+            ]
+        if failed:
+            raise PartialSend.of(results, backend=self.name, queue=queue)
+        return results  # type: ignore[return-value]  # no error among them
+
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
+        """Claim messages of a queue, or of a topic's group, which is declared by this."""
+        return self._subscription(spec)
+
+    @asynccontextmanager
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[NativeSubscription, None]:
+        actor = self._engine.catalogue.queue(spec.queue, "subscribe", spec.group)
+        subscription = NativeSubscription(actor, spec, self._clock)
+        await self._engine.written()  # of the group, if it is new
+        actor.consumers += 1
+        actor.subscribed.append(subscription)
+        try:
+            yield subscription
+        finally:
+            actor.subscribed.remove(subscription)
+            actor.consumers -= 1
+            await subscription.stop()
+            subscription.give_back()
+
+    async def ping(self) -> None:
+        """Raise ``BackendUnavailable`` unless the engine is open and can be written to."""
+        if not self._engine.running:
+            raise BackendUnavailable(
+                "the engine is not open: start the backend first", backend=self.name
+            )
+        if self._engine.read_only:
+            raise BackendUnavailable(
+                "the engine is read-only since its disk failed: look after the disk, then restart",
+                backend=self.name,
+            )
+
+    async def aclose(self) -> None:
+        """Close the engine if this backend opened it; idempotent."""
+        if self._owns_engine:
+            await self._engine.aclose()
+
+    # Admin
+
+    async def queues(self) -> list[str]:
+        """The names of all queues and topics of the engine."""
+        return await self._engine.list()
+
+    async def stats(self, queue: str) -> QueueStats:
+        """The queue's figures now; a topic's are the sums of its groups'."""
+        return await self._engine.stats(queue)
+
+    async def peek(self, queue: str, limit: int) -> list[Envelope]:
+        """The next messages in order of delivery, delayed ones last."""
+        return await self._engine.peek(queue, limit)
+
+    async def purge(self, queue: str) -> int:
+        """Delete every message that no consumer holds; return how many."""
+        return await self._engine.purge(queue)
+
+    async def remove(self, queue: str, ids: Sequence[str]) -> int:
+        """Delete these messages unless a consumer holds them; return how many were there."""
+        return await self._engine.remove(queue, ids)
+
+    async def delete(self, queue: str) -> None:
+        """Delete the queue with all that is in it."""
+        await self._engine.delete(queue)
+
+    # DeadLetterSource
+
+    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each message whose lease or time to live ran out for good.
+
+        Also for one that was dropped because its queue names no dead-letter queue.
+        """
+        self._callbacks.append(callback)
+        self._engine.on_dead_letter(callback)
+
+    def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
+        """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
+        self._drop_callbacks.append(callback)
+        self._engine.on_dropped_letter(callback)
+
+
+class NativeSubscription:
+    """A live claim on a queue of the engine: at most ``prefetch`` unsettled deliveries."""
+
+    __slots__ = (
+        "_actor",
+        "_blocked",
+        "_clock",
+        "_consumer",
+        "_held",
+        "_lease",
+        "_parked",
+        "_prefetch",
+        "_stopped",
+    )
+
+    def __init__(self, actor: QueueActor, spec: SubscriptionSpec, clock: Clock) -> None:
+        self._actor = actor
+        self._clock = clock
+        self._consumer = spec.consumer
+        self._prefetch = spec.prefetch
+        self._lease = _or(spec.ack_deadline, actor.config.ack_deadline)
+        self._held: set[int] = set()
+        self._parked: set[asyncio.Future[None]] = set()  # waiting for a message
+        self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
+        self._stopped = False
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
+        """
+        if self._actor.woken and not self._stopped:
+            # Others were woken for what is there. Who asks again and again without a pause would
+            # take it all before they come to it.
+            await asyncio.sleep(0)
+        place = 0
+        while not self._stopped:
+            self._actor.check_lost("receive")
+            free = min(limit, self._prefetch - len(self._held))
+            if free > 0:
+                try:
+                    claimed = self._actor.claim(
+                        self._clock.monotonic(), free, self._lease, self._consumer
+                    )
+                except StorageError as error:
+                    raise self._refused(error) from error
+                if claimed:
+                    tokens = [message.state for message in claimed]
+                    self._held.update(tokens)
+                    if self._actor.durable:
+                        tokens, claimed = await self._prepare(tokens, claimed)
+                    return self._deliveries(tokens, claimed)
+                place = await self._wait(self._parked, place)
+            else:
+                # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
+                await self._wait(self._blocked)
+        self._actor.nudge()  # perhaps it was woken for a message just before it was stopped
+        return []
+
+    async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
+        waiter = asyncio.get_running_loop().create_future()
+        among.add(waiter)
+        try:
+            if among is self._parked:
+                return await self._actor.park(waiter, self._consumer, place=place)
+            await waiter
+            return place
+        finally:
+            among.discard(waiter)
+
+    async def _prepare(
+        self, tokens: list[int], claimed: list[Stored]
+    ) -> tuple[list[int], list[Stored]]:
+        """Wait until what was claimed may be handed out; without what was lost meanwhile."""
+        try:
+            await self._actor.prepare(claimed)
+        except BaseException as error:
+            self._held.difference_update(tokens)
+            if isinstance(error, StorageError):
+                raise self._refused(error) from error
+            raise
+        kept = [pair for pair in zip(tokens, claimed, strict=True) if pair[1].state == pair[0]]
+        return [token for token, _ in kept], [message for _, message in kept]
+
+    def _refused(self, error: StorageError) -> SubscriptionLost:
+        return SubscriptionLost(
+            f"nothing can be delivered, the disk refuses to record it: {error.message}",
+            backend="native",
+            operation="receive",
+            queue=self._actor.name,
+        )
+
+    def _deliveries(self, tokens: list[int], claimed: list[Stored]) -> list[Delivery]:
+        clock, name, lease = self._clock, self._actor.name, self._lease
+        offset = clock.time() - clock.monotonic()
+        return [
+            Delivery(envelope_of(message, offset), name, token, lease)
+            for token, message in zip(tokens, claimed, strict=True)
+        ]
+
+    def listed(self) -> Consumer:
+        """How the engine lists this consumer."""
+        return Consumer(
+            consumer=self._consumer,
+            prefetch=self._prefetch,
+            in_flight=len(self._held),
+            group=self._actor.group,
+        )
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message."""
+        token = _token(delivery)
+        try:
+            self._actor.ack(token)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+        self._settled(delivery, token)
+        if self._actor.durable:
+            await self._actor.written()
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        token = _token(delivery)
+        headers = dict(delivery.envelope.headers)
+        try:
+            self._actor.release(token, delay, count_attempt=count_attempt, headers=headers)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+        self._settled(delivery, token)
+        if self._actor.durable:
+            await self._actor.written()
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now."""
+        token = _token(delivery)
+        try:
+            self._actor.extend(token, seconds)
+        except AckDeadlineExceeded as error:
+            raise self._lost(token, delivery, error) from None
+
+    async def stop(self) -> None:
+        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        self._stopped = True
+        self._wake_blocked()
+        for waiter in self._parked:
+            self._actor.unpark(waiter)
+
+    def refresh(self) -> None:
+        """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
+        self._held = {token for token in self._held if self._actor.state.holds(token)}
+        self._wake_blocked()
+
+    def abandon(self) -> None:
+        """The consumer is gone without a word: its leases end now, its attempts stay counted."""
+        held, self._held = self._held, set()
+        self._actor.abandon(held)
+
+    def give_back(self) -> None:
+        """Release what is still held, without charging an attempt."""
+        held, self._held = self._held, set()
+        for token in held:
+            if self._actor.state.holds(token):
+                self._actor.release(token, count_attempt=False)
+
+    def _settled(self, delivery: Delivery, token: int) -> None:
+        delivery.receipt = None
+        self._held.discard(token)
+        if self._blocked:
+            self._wake_blocked()
+
+    def _lost(
+        self, token: int, delivery: Delivery, error: AckDeadlineExceeded
+    ) -> AckDeadlineExceeded:
+        self._held.discard(token)
+        self._wake_blocked()
+        error.located(backend="native", message_id=delivery.envelope.id)
+        return error
+
+    def _wake_blocked(self) -> None:
+        for waiter in self._blocked:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _token(delivery: Delivery) -> int:
+    if not isinstance(delivery.receipt, int):
+        raise MessageNotFound(
+            "this delivery was settled before: settle each one once",
+            backend="native",
+            queue=delivery.queue,
+            message_id=delivery.envelope.id,
+        )
+    return delivery.receipt
+
+
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

@@ -1,0 +1,328 @@
+"""The client's side of a subscription: asks for deliveries, hands them out, settles them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.native.socket import protocol
+from qkit.backends.native.socket.client.connection import Link
+from qkit.backends.native.socket.client.lease_renewal import Renewals
+from qkit.backends.native.socket.error_codec import decode_failures
+from qkit.errors import (
+    AckDeadlineExceeded,
+    BackendUnavailable,
+    MessageNotFound,
+    QueueError,
+    SubscriptionLost,
+)
+
+__all__ = ["SocketSubscription"]
+
+UNCLAIMED: Final = 0.25  # seconds after which deliveries that nobody asks for go back
+SETTLE_TIMEOUT: Final = 10.0  # a settlement is not waited for longer than this
+
+
+class SocketSubscription:
+    """A live claim on a queue of the owner's engine.
+
+    Deliveries come only against credit, which ``receive`` gives and takes back when it is
+    cancelled. Those that were on their way by then are for the next ``receive``; if none comes
+    soon they go back uncharged, so that a paused consumer keeps nothing from the others.
+    """
+
+    def __init__(self, link: Link, queue: str, renewals: Renewals | None) -> None:
+        self._link = link
+        self._queue = queue
+        self._renewals = renewals
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[int, asyncio.Future[list[Delivery]]]] = deque()
+        self._arrived: deque[Delivery] = deque()
+        self._leases: dict[int, float] = {}  # of all that is held; the renewing thread reads it
+        self._serial = 0
+        self._asked = 0  # the credit that the owner has
+        self._settling: list[tuple[protocol.Settling, asyncio.Future[None]]] = []
+        self._unclaimed: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self._broken: QueueError | None = None
+        self.number = 0
+
+    # Its life
+
+    async def open(self, spec: SubscriptionSpec) -> None:
+        """Subscribe; raises what the owner raises."""
+        self.number, opened = self._link.begin(
+            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
+        )
+        try:
+            await opened
+        except asyncio.CancelledError:  # the owner may have opened it already
+            with contextlib.suppress(QueueError):
+                self._link.ask(protocol.LEAVE, protocol.encode_number(self.number), _ignore)
+            raise
+        if self._renewals is not None:
+            self._renewals.add(self.number, self._leases)
+
+    async def leave(self) -> None:
+        """Give back what is held, uncharged; returns once others can have it."""
+        self._stopped = True
+        self._flush()
+        self._forget()
+        with contextlib.suppress(BackendUnavailable):  # then the claim ended with the connection
+            await self._link.request(protocol.LEAVE, protocol.encode_number(self.number))
+
+    def lost(self, error: QueueError) -> None:
+        """It broke: the connection did, the queue is gone, or the engine was closed."""
+        self._broken = error
+        self._forget()
+        waiting, self._waiting = self._waiting, deque()
+        for _, future in waiting:
+            if not future.done():
+                future.set_exception(self._loss("receive"))
+
+    def _forget(self) -> None:
+        """Nothing that it holds can be settled any more, or need be."""
+        self._arrived.clear()
+        self._leases.clear()
+        if self._unclaimed is not None:
+            self._unclaimed.cancel()
+        if self._renewals is not None:
+            self._renewals.remove(self.number)
+
+    def _loss(self, operation: str) -> SubscriptionLost:
+        assert self._broken is not None
+        return SubscriptionLost(
+            self._broken.message,
+            backend="native",
+            operation=operation,
+            queue=self._queue,
+            cause=self._broken.cause,
+        )
+
+    # Receiving
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the connection breaks, the queue is deleted or the engine
+        closed.
+        """
+        if self._stopped:
+            return []
+        if self._broken is not None:
+            raise self._loss("receive")
+        if self._arrived:
+            return self._hand_out(limit)
+        future: asyncio.Future[list[Delivery]] = self._loop.create_future()
+        entry = limit, future
+        self._waiting.append(entry)
+        self._want()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                with contextlib.suppress(ValueError):  # deliveries of this turn passed it by
+                    self._waiting.remove(entry)
+                self._want()
+            elif future.exception() is None:  # they came in this very turn
+                self._arrived.extendleft(reversed(future.result()))
+                self._distribute()
+            raise
+
+    def _want(self) -> None:
+        """Let the owner's credit be what is wanted now."""
+        wanted = sum(limit for limit, _ in self._waiting)
+        if wanted != self._asked and not self._stopped and self._broken is None:
+            self._serial += 1
+            self._asked = wanted
+            credit = protocol.encode_credit(self._serial, wanted)
+            self._link.tell(protocol.CREDIT, self.number, credit)
+
+    def deliver(self, body: bytes) -> None:
+        """Deliveries arrived; or none, and the owner woke us all the same."""
+        serial, deliveries = protocol.decode_deliveries(self._queue, body)
+        if serial == self._serial:
+            self._asked = 0
+        for delivery in deliveries:
+            if delivery.lease is not None:
+                self._leases[_receipt(delivery)] = delivery.lease
+        if deliveries and self._renewals is not None:
+            self._renewals.wake()
+        self._arrived.extend(deliveries)
+        if not deliveries and not self._asked:
+            self._let_go()
+        self._distribute()
+
+    def _distribute(self) -> None:
+        while self._waiting and self._arrived:
+            limit, future = self._waiting.popleft()
+            if not future.done():
+                future.set_result(self._hand_out(limit))
+        self._want()
+        if self._arrived and self._unclaimed is None:
+            self._unclaimed = self._loop.call_later(UNCLAIMED, self._return)
+        if self._stopped:
+            self._return()
+
+    def _let_go(self) -> None:
+        """Every parked ``receive`` returns with nothing."""
+        waiting, self._waiting = self._waiting, deque()
+        for _, future in waiting:
+            if not future.done():
+                future.set_result([])
+
+    def _hand_out(self, limit: int) -> list[Delivery]:
+        count = min(limit, len(self._arrived))
+        deliveries = [self._arrived.popleft() for _ in range(count)]
+        if not self._arrived and self._unclaimed is not None:
+            self._unclaimed.cancel()
+            self._unclaimed = None
+        return deliveries
+
+    def _return(self) -> None:
+        """Nobody asks for what has arrived: others may have it."""
+        self._unclaimed = None
+        for delivery in self._hand_out(len(self._arrived)):
+            item = _release(delivery, 0.0, count_attempt=False)
+            self._begin(item).add_done_callback(_retrieve)
+
+    async def stop(self) -> None:
+        """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._let_go()
+        self._return()
+        if self._broken is None:
+            with contextlib.suppress(BackendUnavailable):
+                await self._link.request(protocol.STOP, protocol.encode_number(self.number))
+
+    # Settling
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message."""
+        item = protocol.Settling(protocol.ACK, _receipt(delivery), 0.0, False, {})
+        await self._settle(item, delivery)
+        delivery.receipt = None
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """Remove several messages in one round trip."""
+        answers = [
+            self._begin(protocol.Settling(protocol.ACK, _receipt(delivery), 0.0, False, {}))
+            for delivery in deliveries
+        ]
+        await asyncio.wait(answers)
+        results: list[QueueError | None] = []
+        for delivery, answer in zip(deliveries, answers, strict=True):
+            error = answer.exception()
+            if error is None:
+                delivery.receipt = None
+            elif not isinstance(error, QueueError):
+                raise error
+            results.append(None if error is None else _about(error, delivery))
+        return results
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds."""
+        await self._settle(_release(delivery, delay, count_attempt=count_attempt), delivery)
+        delivery.receipt = None
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """Move the end of the lease to ``seconds`` from now."""
+        item = protocol.Settling(protocol.EXTEND, _receipt(delivery), seconds, False, {})
+        await self._settle(item, delivery)
+
+    async def _settle(self, item: protocol.Settling, delivery: Delivery) -> None:
+        try:
+            await self._begin(item)
+        except QueueError as error:
+            raise _about(error, delivery) from error.cause
+
+    def _begin(self, item: protocol.Settling) -> asyncio.Future[None]:
+        """Settle with whatever else this turn of the loop settles."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if not self._settling:
+            self._loop.call_soon(self._flush)
+        self._settling.append((item, future))
+        return future
+
+    def _flush(self) -> None:
+        settling, self._settling = self._settling, []
+        if not settling:
+            return
+        body = protocol.encode_settlings(self.number, [item for item, _ in settling])
+
+        def answered(answer: bytes | QueueError) -> None:
+            timer.cancel()
+            failures = {} if isinstance(answer, QueueError) else decode_failures(answer)
+            for place, (item, future) in enumerate(settling):
+                error = answer if isinstance(answer, QueueError) else failures.get(place)
+                if _is_over(item, error):
+                    # Not before: while the owner has not heard of it, the lease must not end.
+                    self._leases.pop(item.receipt, None)
+                if future.done():
+                    continue
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+
+        silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
+        timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
+        try:
+            self._link.ask(protocol.SETTLE, body, answered)
+        except QueueError as error:
+            answered(error)
+
+
+def _receipt(delivery: Delivery) -> int:
+    if not isinstance(delivery.receipt, int):
+        raise MessageNotFound(
+            "this delivery was settled before: settle each one once",
+            backend="native",
+            queue=delivery.queue,
+            message_id=delivery.envelope.id,
+        )
+    return delivery.receipt
+
+
+def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.Settling:
+    headers = dict(delivery.envelope.headers)
+    return protocol.Settling(protocol.RELEASE, _receipt(delivery), delay, count_attempt, headers)
+
+
+def _about(error: QueueError, delivery: Delivery) -> QueueError:
+    """The error of a settlement, told of its delivery; without the owner there is no claim."""
+    if not isinstance(error, BackendUnavailable):
+        error.located(queue=delivery.queue, message_id=delivery.envelope.id)
+        return error
+    return SubscriptionLost(
+        error.message,
+        backend="native",
+        operation="settle",
+        queue=delivery.queue,
+        message_id=delivery.envelope.id,
+        cause=error.cause,
+    )
+
+
+def _is_over(item: protocol.Settling, error: QueueError | None) -> bool:
+    """Whether there is no lease any more after this answer."""
+    if error is None:
+        return item.what != protocol.EXTEND
+    return isinstance(error, AckDeadlineExceeded | MessageNotFound)
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()  # what could not be given back comes again when its lease ends
+
+
+def _ignore(answer: bytes | QueueError) -> None:
+    pass

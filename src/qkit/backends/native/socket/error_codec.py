@@ -1,0 +1,66 @@
+"""Errors on the wire: by class and fields, so that the same error comes out on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from qkit import errors
+from qkit.backends.native.socket.protocol import WireError, decode_json, encode_json
+from qkit.errors import PartialSend, QueueError
+from qkit.message import Sent
+
+__all__ = ["decode_error", "decode_failures", "encode_error", "encode_failures"]
+
+_CLASSES: Final[dict[str, type[QueueError]]] = {
+    name: cls
+    for name, cls in vars(errors).items()
+    if isinstance(cls, type) and issubclass(cls, QueueError)
+}
+
+
+def encode_error(error: BaseException) -> bytes:
+    """An error by its class and fields."""
+    return encode_json(_fields(error))
+
+
+def decode_error(body: bytes) -> QueueError:
+    """The same error on the other side; of an unknown class, a ``QueueError``."""
+    return _error(decode_json(body))
+
+
+def encode_failures(results: Sequence[BaseException | None]) -> bytes:
+    """The errors among ``results`` with their places; nothing if there are none."""
+    failed = [(place, _fields(item)) for place, item in enumerate(results) if item is not None]
+    return encode_json(failed) if failed else b""
+
+
+def decode_failures(body: bytes) -> dict[int, QueueError]:
+    """The errors by their places."""
+    return {place: _error(fields) for place, fields in decode_json(body)} if body else {}
+
+
+def _fields(error: BaseException) -> dict[str, object]:
+    if not isinstance(error, QueueError):
+        return {"type": "QueueError", "message": f"{type(error).__name__}: {error}"}
+    known = next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _CLASSES)
+    fields: dict[str, object] = {"type": known, "message": error.message, **error.context}
+    if isinstance(error, PartialSend):
+        fields["results"] = [
+            _fields(item) if isinstance(item, QueueError) else list(item) for item in error.results
+        ]
+    return fields
+
+
+def _error(fields: Any) -> QueueError:
+    try:
+        cls = _CLASSES.get(fields.pop("type"), QueueError)
+        results = [
+            Sent(*item) if isinstance(item, list) else _error(item)
+            for item in fields.pop("results", ())
+        ]
+        if issubclass(cls, PartialSend):
+            return cls(results=results, **fields)
+        return cls(**fields)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise WireError(f"no error in this frame: {error!r}") from error

@@ -1,0 +1,304 @@
+"""A connection to RabbitMQ that is opened when it is needed, and again when it was lost.
+
+The driver's own reconnecting is not used: it tries for ever and tells nobody. Whoever meets a lost
+connection here gets an error of ours, and the next who asks gets a new connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import aiormq
+from aiormq import Channel
+from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
+from yarl import URL
+
+from qkit.backends.rabbitmq.codec import FRAME
+from qkit.backends.rabbitmq.errors import BACKEND, translated
+from qkit.backends.rabbitmq.lenient_decoding import read_leniently
+from qkit.errors import BackendUnavailable, ConfigError
+
+__all__ = ["Address", "Link"]
+
+# A loop that is blocked for longer loses its connection: the broker hears no heartbeat for twice
+# this long. A dead peer is noticed sooner, by the ping.
+HEARTBEAT: Final = 30
+PATIENCE: Final = 4.0  # with a handshake or a ping: a dead connection must be found out in time
+SLICES: Final = 8
+FAREWELL: Final = 2.0
+
+
+class Address:
+    """Where the broker is and how to speak to it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float = 10.0,
+        tls_ca_file: str | None = None,
+        tls_cert_file: str | None = None,
+        tls_key_file: str | None = None,
+    ) -> None:
+        self.timeout = timeout
+        self.patience = min(PATIENCE, timeout)
+        parsed = URL(url)
+        if "heartbeat" not in parsed.query:
+            parsed = parsed.update_query(heartbeat=str(HEARTBEAT))
+        self._url = parsed
+        self._files = (tls_ca_file, tls_cert_file, tls_key_file)
+        self._context: ssl.SSLContext | None = None
+
+    @property
+    def secure(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self._url.scheme == "amqps"
+
+    def connection(self, purpose: str, transport: TransportFactory) -> aiormq.Connection:
+        """A connection that is not open yet; people find it under its purpose."""
+        read_leniently()
+        return aiormq.Connection(
+            self._url,
+            context=self._tls(),
+            transport_factory=transport,
+            client_properties={"connection_name": f"qkit {purpose}", "product": "qkit"},
+        )
+
+    def _tls(self) -> ssl.SSLContext | None:
+        if self.secure and self._context is None:
+            ca_file, cert_file, key_file = self._files
+            try:
+                self._context = ssl.create_default_context(cafile=ca_file)
+                if cert_file is not None:
+                    self._context.load_cert_chain(cert_file, key_file)
+            except OSError as error:
+                raise ConfigError(
+                    "the TLS files cannot be used: check tls_ca_file, tls_cert_file and "
+                    f"tls_key_file ({error.strerror or type(error).__name__})",
+                    backend=BACKEND,
+                    operation="connect",
+                    cause=error,
+                ) from error
+        return self._context
+
+
+class Link:
+    """One connection, for one purpose.
+
+    Publishing and consuming have one each: a broker that is short of memory stops reading from
+    connections that publish, and acks must still reach it.
+    """
+
+    def __init__(self, address: Address, purpose: str) -> None:
+        self.address = address
+        self._purpose = purpose
+        self._open = False
+        self._connection: aiormq.Connection | None = None
+        self._transport: _Transport | None = None
+        self._connecting = asyncio.Lock()
+        self._control: Channel | None = None
+        self._controlling = asyncio.Lock()
+        self._probe: asyncio.Task[None] | None = None
+
+    async def connect(self) -> aiormq.Connection:
+        """The connection, opened if need be; once for all who ask at the same time."""
+        self.enable()
+        return await self._connected()
+
+    def enable(self) -> None:
+        """Let the first who needs it connect."""
+        self._open = True
+
+    async def _connected(self) -> aiormq.Connection:
+        connection = self._connection
+        if connection is not None and connection.is_opened:
+            return connection
+        async with self._connecting:
+            if not self._open:
+                raise BackendUnavailable(
+                    "not connected: start the backend first", backend=BACKEND, operation="connect"
+                )
+            if self._connection is None or not self._connection.is_opened:
+                self._abort()
+                transport = _Transport(secure=self.address.secure)
+                connection = self.address.connection(self._purpose, transport)
+                driver: Any = connection  # some of its calls have no types
+                try:
+                    async with asyncio.timeout(self.address.patience):
+                        await driver.connect()
+                except BaseException:
+                    transport.abort()
+                    raise
+                driver.closing.add_done_callback(functools.partial(_empty, driver.write_queue))
+                self._connection, self._transport = connection, transport
+            return self._connection
+
+    @property
+    def frame(self) -> int:
+        """The largest frame in bytes that the broker takes, as far as it is known yet."""
+        tune = getattr(self._connection, "connection_tune", None)
+        return (tune and tune.frame_max) or FRAME
+
+    async def channel(self, *, confirms: bool = False) -> Channel:
+        """A new channel; whoever opens it closes it."""
+        connection = await self._connected()
+        async with asyncio.timeout(self.address.timeout):
+            channel = await connection.channel(publisher_confirms=confirms)
+        assert isinstance(channel, Channel)  # the driver promises less
+        return channel
+
+    @asynccontextmanager
+    async def own_channel(self) -> AsyncGenerator[Channel, None]:
+        """A channel for a piece of work; what was read on it and not settled goes back."""
+        channel = await self.channel()
+        try:
+            yield channel
+        finally:
+            await close(channel)
+
+    @asynccontextmanager
+    async def control(self) -> AsyncGenerator[Channel, None]:
+        """The channel for short questions, one at a time.
+
+        An answer that is no closes a channel, and so does a call that was cancelled: then the next
+        question has a new one.
+        """
+        async with self._controlling:
+            channel = self._control
+            if channel is None or channel.is_closed:
+                channel = self._control = await self.channel()
+            try:
+                async with asyncio.timeout(self.address.timeout):
+                    yield channel
+            except BaseException:
+                self._control = None
+                if not channel.is_closed:
+                    _close_soon(channel)
+                raise
+
+    async def ping(self) -> None:
+        """Ask the broker something. A connection that does not answer is given up.
+
+        The question goes on when the asking is cancelled: it decides about the connection.
+        """
+        await asyncio.shield(self._probing())
+
+    def ping_soon(self) -> None:
+        """The same for a connection that nobody waits for, if there is one."""
+        if self._connection is not None and self._connection.is_opened:
+            self._probing()
+
+    def _probing(self) -> asyncio.Task[None]:
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._ask(), name=f"qkit {self._purpose} ping")
+            self._probe.add_done_callback(_retrieve)
+        return self._probe
+
+    async def _ask(self) -> None:
+        async with translated("ping"):
+            answer = asyncio.create_task(self._round_trip(), name=f"qkit {self._purpose} question")
+            try:
+                # In slices: a loop that was blocked has used up one of them, not all.
+                for _ in range(SLICES):
+                    await asyncio.wait({answer}, timeout=self.address.patience / SLICES)
+                    if answer.done():
+                        with contextlib.suppress(TimeoutError):  # its own patience ended first
+                            return await answer
+                        break
+            finally:
+                answer.cancel()
+                answer.add_done_callback(_retrieve)
+            if not self._blocked():
+                self._abort()
+            raise TimeoutError("no answer")
+
+    async def _round_trip(self) -> None:
+        async with self.control() as channel:
+            await channel.exchange_declare("amq.direct", passive=True)
+
+    def _blocked(self) -> bool:
+        """Whether the broker has said that it reads nothing more from here: it lacks memory."""
+        if self._connection is None:
+            return False
+        ready = self._connection.ready()
+        try:
+            ready.send(None)  # it returns at once, or waits
+        except StopIteration:
+            return False
+        ready.close()
+        return True
+
+    def _abort(self) -> None:
+        """Hang up without a word; everybody who waits on the connection hears of it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def aclose(self) -> None:
+        """Close the connection with all its channels; idempotent."""
+        self._open = False
+        if self._probe is not None:
+            self._probe.cancel()
+        connection, self._connection, self._control = self._connection, None, None
+        if connection is None:
+            return
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(FAREWELL):
+                await connection.close()
+        self._abort()
+
+
+class _Transport(TransportFactory):
+    """Opens the socket and remembers it, so that a connection can be cut without the peer."""
+
+    def __init__(self, *, secure: bool) -> None:
+        self._inner = TLSTransportFactory() if secure else TCPTransportFactory()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def create(
+        self, url: URL, **options: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, self._writer = await self._inner.create(url, **options)
+        return reader, self._writer
+
+    def abort(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+async def close(channel: Channel) -> None:
+    """Close a channel, in whatever state it is."""
+    if not channel.is_closed:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(FAREWELL):
+                await channel.close()
+
+
+_closing: set[asyncio.Task[None]] = set()
+
+
+def _empty(queue: asyncio.Queue[Any], _: object = None) -> None:
+    """Nobody writes any more: let whoever waits for room go on, and see that his channel is closed.
+
+    The driver leaves them waiting for ever.
+    """
+    if not queue.empty():
+        while not queue.empty():
+            queue.get_nowait()
+        asyncio.get_running_loop().call_soon(_empty, queue)  # there may be more than had room
+
+
+def _close_soon(channel: Channel) -> None:
+    task = asyncio.create_task(close(channel), name="qkit rabbitmq close")
+    _closing.add(task)
+    task.add_done_callback(_closing.discard)
+
+
+def _retrieve(task: asyncio.Task[None]) -> None:
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,453 @@
+"""A consumer of a queue: the broker pushes, ``receive`` takes, acks go out together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import uuid4
+
+from aiormq import Channel
+from aiormq.abc import DeliveredMessage
+from pamqp.commands import Basic
+
+from qkit._internal.clock import Clock
+from qkit._internal.logging import logger
+from qkit._internal.tasks import end_tasks
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.rabbitmq import codec
+from qkit.backends.rabbitmq.ack_batcher import Acks
+from qkit.backends.rabbitmq.connection import Link, close
+from qkit.backends.rabbitmq.errors import DRIVER_ERRORS, error_of
+from qkit.backends.rabbitmq.topology import BACKEND
+from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
+from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
+
+__all__ = ["RabbitSubscription", "Received"]
+
+REST: Final = 1.0  # between two tries to bury a message, or before one that failed goes back
+UNWANTED: Final = 1.0  # after so long what nobody receives goes back to the queue
+
+
+class Crashed(Exception):
+    """The consumers that were given the message died, or lost their connection."""
+
+
+@dataclass(slots=True, eq=False)
+class Received:
+    """What is needed to settle a delivery: its tag on the channel, and how the message came."""
+
+    tag: int
+    message: DeliveredMessage
+    delivery: Delivery | None = None  # none for what never reaches a handler
+
+    @property
+    def properties(self) -> Basic.Properties:
+        """AMQP's own facts about it."""
+        return self.message.header.properties
+
+
+SendAgain = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
+Bury = Callable[[DeadLetter], Awaitable[None]]
+
+
+class RabbitSubscription:
+    """A live claim on a queue: the broker hands out at most ``prefetch`` unsettled messages.
+
+    ``copies`` is for quorum queues: they count whatever is given back, so what must not be charged
+    is replaced by a copy. ``send_again`` returns once the broker has confirmed it.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        spec: SubscriptionSpec,
+        queue: str,
+        *,
+        clock: Clock,
+        send_again: SendAgain,
+        bury: Bury,
+        copies: bool,
+        max_deliveries: int | None,
+    ) -> None:
+        self._link = link
+        self._spec = spec
+        self._queue = queue
+        self._clock = clock
+        self._send_again = send_again
+        self._bury_letter = bury
+        self._copies = copies
+        self._max_deliveries = max_deliveries
+        self._channel: Channel | None = None
+        self._tag: str | None = None
+        self._acks: Acks | None = None
+        self._waiting: deque[Received] = deque()  # pushed by the broker, not yet received
+        self._held: set[Received] = set()  # received, not yet settled
+        self._receivers = 0
+        self._arrived = asyncio.Event()
+        self._unwanted: asyncio.TimerHandle | None = None
+        self._changing = asyncio.Lock()  # of the consumer on the broker
+        self._lost: SubscriptionLost | None = None
+        self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
+        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
+        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Begin to consume; returns once the broker has said that it does."""
+        channel = self._channel = await self._link.channel()
+        self._acks = Acks(channel)
+        driver: Any = channel  # some of its attributes have no types
+        driver.closing.add_done_callback(self._channel_closed)
+        channel.on_consumer_cancel_callbacks.add(self._cancelled_by_broker)
+        async with asyncio.timeout(self._link.address.timeout):
+            await channel.basic_qos(prefetch_count=self._spec.prefetch)
+            await self._consume()
+
+    async def _consume(self) -> None:
+        assert self._channel is not None
+        answer = await self._channel.basic_consume(
+            self._queue, self._deliver, consumer_tag=f"{self._spec.consumer}.{uuid4().hex[:8]}"
+        )
+        self._tag = answer.consumer_tag
+
+    # In the driver's callbacks: nothing but taking note
+
+    async def _deliver(self, message: DeliveredMessage) -> None:
+        tag = message.delivery_tag
+        assert tag is not None
+        self._waiting.append(Received(tag, message))
+        if self._receivers:
+            self._arrived.set()
+        else:
+            self._expect_a_receiver()
+
+    def _channel_closed(self, closing: asyncio.Future[object]) -> None:
+        error: BaseException | None = None
+        if not closing.cancelled():
+            error = closing.exception()
+        said = "the channel was closed" if error is None else error_of(error, "").message
+        self._lose(said, error)
+
+    def _cancelled_by_broker(self, frame: Basic.Cancel) -> None:
+        self._lose("RabbitMQ ended the consumer: the queue was deleted, or its node went down")
+
+    def _lose(self, said: str, error: BaseException | None = None) -> None:
+        if self._lost is None:
+            self._lost = SubscriptionLost(
+                f"the subscription broke: {said}",
+                backend=BACKEND,
+                operation="receive",
+                queue=self._spec.queue,
+                cause=error,
+            )
+            self._report()
+        self._arrived.set()
+
+    def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
+        """Call ``callback`` with what is held when the subscription breaks: it comes again."""
+        self._loss_callbacks.append(callback)
+
+    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
+        """Call ``callback`` when a dead letter cannot be written here, and when that is over."""
+        self._settlement_callbacks.append(callback)
+
+    def _tell(self, what: str, error: Exception | None) -> None:
+        for callback in self._settlement_callbacks:
+            callback(what, error)
+
+    def _report(self) -> None:
+        lost = [received.delivery for received in self._held if received.delivery is not None]
+        if lost:
+            for callback in self._loss_callbacks:
+                callback(lost)
+
+    # Receive
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted. Taking and
+        returning are one step of the loop, so a cancelled call has taken nothing.
+        """
+        self._receivers += 1
+        if self._unwanted is not None:
+            self._unwanted.cancel()
+            self._unwanted = None
+        try:
+            while not self._stopped:
+                if self._lost is not None:
+                    raise self._lost
+                if self._waiting and (found := self._take(limit)):
+                    return found
+                if self._tag is None and not self._changing.locked():
+                    self._spawn(self._resume())
+                self._arrived.clear()
+                await self._arrived.wait()
+            return []
+        finally:
+            self._receivers -= 1
+            if self._waiting:
+                self._expect_a_receiver()
+
+    def _take(self, limit: int) -> list[Delivery]:
+        found: list[Delivery] = []
+        now = self._clock.time()
+        waiting = self._waiting
+        while waiting and len(found) < limit:
+            received = waiting.popleft()
+            envelope = codec.decode(received.properties, received.message.body)
+            crashes = codec.deliveries(received.properties) if self._copies else 0
+            envelope.attempt += crashes
+            self._held.add(received)
+            if envelope.expires_at is not None and envelope.expires_at <= now:
+                self._spawn(self._inter(received, envelope, Reason.TTL_EXPIRED))
+                continue
+            most = self._max_deliveries
+            if crashes and most is not None and envelope.attempt >= most:
+                self._spawn(self._inter(received, envelope, Reason.MAX_RETRIES_EXCEEDED))
+                continue
+            due = codec.not_before(received.properties)
+            if due is not None and due > now:
+                self._spawn(self._wait_longer(received, envelope, due))
+                continue
+            envelope.attempt += 1
+            received.delivery = delivery = Delivery(envelope, self._spec.queue, received)
+            found.append(delivery)
+        return found
+
+    def _expect_a_receiver(self) -> None:
+        """A paused consumer must not keep messages from others; a busy one will be back."""
+        if self._unwanted is None and not self._held and not self._stopped:
+            loop = asyncio.get_running_loop()
+            self._unwanted = loop.call_later(UNWANTED, self._nobody_came)
+
+    def _nobody_came(self) -> None:
+        self._unwanted = None
+        if not self._receivers and not self._held and self._lost is None and not self._stopped:
+            self._spawn(self._suspend())
+
+    async def _suspend(self) -> None:
+        async with self._changing:
+            await self._cancel_consumer()
+            await self._return_waiting()
+        if self._receivers:
+            await self._resume()
+
+    async def _resume(self) -> None:
+        async with self._changing:
+            if self._tag is not None or self._stopped or self._lost is not None:
+                return
+            try:
+                async with asyncio.timeout(self._link.address.timeout):
+                    await self._consume()
+            except DRIVER_ERRORS as error:
+                self._lose(error_of(error, "receive").message, error)
+
+    # What never reaches a handler
+
+    async def _inter(self, received: Received, envelope: Envelope, reason: Reason) -> None:
+        """A copy in the dead letters first, then the ack: a crash between them repeats it."""
+        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
+        if reason is Reason.MAX_RETRIES_EXCEEDED:
+            error = Crashed(
+                f"delivery {envelope.attempt} of {self._max_deliveries} was never settled: the "
+                "consumer crashed or lost its connection"
+            )
+        letter = DeadLetter.of(
+            envelope,
+            channel=self._spec.queue,
+            group=self._spec.group if self._spec.broadcast else None,
+            reason=reason,
+            error=error,
+            at=self._clock.time(),
+        )
+        what = f"the dead letter of delivery {received.tag} cannot be written"
+        try:
+            while self._lost is None:
+                try:
+                    await self._bury_letter(letter)
+                except QueueError as failure:
+                    logger.warning(
+                        "%s: no dead letter could be written, again in %.0f s: %s",
+                        self._spec.queue,
+                        REST,
+                        failure,
+                    )
+                    self._tell(what, failure)
+                    await asyncio.sleep(REST)
+                else:
+                    self._settle(received)
+                    return
+        finally:
+            self._tell(what, None)
+
+    async def _wait_longer(self, received: Received, envelope: Envelope, due: float) -> None:
+        again = self._encode_again(received, envelope, envelope.attempt, due)
+        await self._replace(received, envelope, again, due - self._clock.time())
+
+    # Settle
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done: remove the message. All acks of a turn of the loop go together.
+
+        AMQP confirms no ack. If the connection breaks before it arrives the message comes again.
+        """
+        self._settle(self._received(delivery, "ack"))
+        delivery.receipt = None
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Give the message back with the envelope's headers, after ``delay`` seconds.
+
+        A copy is confirmed before the original is acknowledged. Where nothing changes the original
+        itself goes back, to its old place.
+        """
+        received = self._received(delivery, "release")
+        envelope = delivery.envelope
+        delivery.receipt = None
+        before = codec.decode(received.properties, b"")
+        if (
+            delay <= 0
+            and not count_attempt
+            and not self._copies
+            and envelope.headers == before.headers
+        ):
+            self._requeue(received)
+            return
+        again = self._encode_again(received, envelope, envelope.attempt - (not count_attempt))
+        await self._replace(received, envelope, again, delay)
+
+    def _encode_again(
+        self, received: Received, envelope: Envelope, attempts: int, due: float | None = None
+    ) -> Basic.Properties:
+        frame = self._link.frame
+        return codec.encode_again(
+            envelope, received.properties, attempts=attempts, due=due, frame=frame
+        )
+
+    async def _replace(
+        self, received: Received, envelope: Envelope, again: Basic.Properties, delay: float
+    ) -> None:
+        try:
+            await self._send_again(self._queue, envelope, again, delay)
+        except BaseException:
+            # There may be a copy, and there must not be none. After a rest: it comes again at once.
+            self._spawn(self._requeue_later(received))
+            raise
+        self._settle(received)
+
+    async def _requeue_later(self, received: Received) -> None:
+        await asyncio.sleep(REST)
+        if received in self._held:
+            self._requeue(received)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """There is nothing to extend: a message is held for as long as the connection lives."""
+        raise Unsupported(
+            "RabbitMQ keeps no leases; its consumer_timeout, 30 minutes by default, is the limit",
+            backend=BACKEND,
+            operation="extend",
+            queue=delivery.queue,
+        )
+
+    def _received(self, delivery: Delivery, operation: str) -> Received:
+        received = delivery.receipt
+        if not isinstance(received, Received) or received not in self._held:
+            raise MessageNotFound(
+                "this delivery was settled before: settle each one once",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        if self._lost is not None:
+            raise self._lost
+        return received
+
+    def _settle(self, received: Received) -> None:
+        self._held.discard(received)
+        if self._acks is not None and self._lost is None:
+            self._acks.ack(received.tag)
+
+    def _requeue(self, received: Received) -> None:
+        self._held.discard(received)
+        if self._acks is not None and self._lost is None:
+            self._acks.requeue(received.tag)
+
+    # The end
+
+    async def stop(self) -> None:
+        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._arrived.set()
+        if self._unwanted is not None:
+            self._unwanted.cancel()
+        async with self._changing:
+            await self._cancel_consumer()
+            await self._return_waiting()
+
+    async def _cancel_consumer(self) -> None:
+        """What is on its way still arrives: the broker's answer comes after it."""
+        tag, self._tag = self._tag, None
+        if tag is not None and self._lost is None and self._channel is not None:
+            with contextlib.suppress(*DRIVER_ERRORS):
+                async with asyncio.timeout(self._link.address.timeout):
+                    await self._channel.basic_cancel(tag)
+            await asyncio.sleep(0)  # each delivery is a task of the driver's, begun before this
+
+    async def _return_waiting(self) -> None:
+        returned = list(self._waiting)
+        self._waiting.clear()
+        await self._give_back(returned)
+
+    async def _give_back(self, returned: list[Received]) -> None:
+        """Uncharged: a quorum queue counts what comes back to it, so there it is a copy."""
+        if self._lost is not None:
+            return
+        if not self._copies:
+            for received in returned:
+                self._requeue(received)
+            return
+        for received in returned:
+            envelope = codec.decode(received.properties, received.message.body)
+            attempts = envelope.attempt + codec.deliveries(received.properties)
+            again = self._encode_again(received, envelope, attempts)
+            try:
+                await self._replace(received, envelope, again, 0.0)
+            except QueueError as error:
+                logger.warning("%s: a message went back and counts: %s", self._spec.queue, error)
+
+    async def leave(self) -> None:
+        """Stop, give back what is held, and close the channel."""
+        try:
+            async with asyncio.timeout(self._link.address.timeout):
+                await self.stop()
+                await end_tasks(self._tasks)
+                await self._give_back(sorted(self._held, key=lambda received: received.tag))
+                if self._acks is not None:
+                    await self._acks.flushed()
+        except TimeoutError:
+            logger.warning("%s: what is held goes back when the channel ends", self._spec.queue)
+        finally:
+            self._lose("it was left")
+            if self._channel is not None:
+                await close(self._channel)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(_quietly(work, self._spec.queue), name="qkit rabbitmq side work")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _quietly(work: Coroutine[Any, Any, None], queue: str) -> None:
+    try:
+        await work
+    except (QueueError, *DRIVER_ERRORS) as error:
+        logger.warning("%s: %s", queue, error)

@@ -1,0 +1,71 @@
+"""A consumer of a Redis list without leases: what it takes is gone from the server at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qkit.backend import Delivery
+from qkit.backends.redis import codec
+from qkit.backends.redis.driver import Word
+from qkit.backends.redis.errors import BACKEND
+from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.errors import QueueError, Unsupported
+from qkit.message import Envelope
+
+__all__ = ["UnreliableSubscription"]
+
+
+class UnreliableSubscription(RedisSubscription):
+    """At most once: a consumer that dies takes along what it held.
+
+    What no handler saw goes back when ``receive`` is cancelled, as far as the connection allows.
+    """
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done; the server knows nothing of it."""
+        self._forget(delivery, "ack")
+
+    async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        """The work is done; the server knows nothing of it."""
+        for delivery in deliveries:
+            self._forget(delivery, "ack")
+        return [None] * len(deliveries)
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Put the message back at once: there are no delays without leases."""
+        envelope = delivery.envelope
+        self._forget(delivery, "release")
+        content = codec.encode(envelope, envelope.attempt - (not count_attempt))
+        await self._release("", 0.0, content)
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """There is nothing to extend."""
+        raise Unsupported(
+            "there are no leases with reliable=false",
+            backend=BACKEND,
+            operation="extend",
+            queue=delivery.queue,
+        )
+
+    def _forget(self, delivery: Delivery, operation: str) -> None:
+        token = self._token(delivery, operation)
+        delivery.receipt = None
+        self._settled([token])
+
+    def _delivery(self, envelope: Envelope, token: str) -> Delivery:
+        return Delivery(envelope, self._place.queue, token)
+
+    def _keep(self) -> None:
+        pass  # nothing runs out
+
+    def _returned(self, claimed: list[Delivery]) -> list[Word]:
+        arguments: list[Word] = []
+        for delivery in reversed(claimed):
+            content = codec.encode(delivery.envelope, delivery.envelope.attempt - 1)
+            arguments += ["", 0, content]
+        return arguments
+
+    async def _give_back(self) -> None:
+        self._settled(list(self.held))

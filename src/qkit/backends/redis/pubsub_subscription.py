@@ -1,0 +1,249 @@
+"""A subscriber of a Redis channel: what it hears waits here for a handler, a bounded while.
+
+Nothing is kept for whoever does not listen, and nothing is redelivered. When handlers are slow this
+stops reading; then the server keeps what comes, up to ``client-output-buffer-limit pubsub``, and
+hangs up beyond that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+from redis.asyncio.connection import AbstractConnection
+
+from qkit._internal.logging import logger
+from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.redis import codec
+from qkit.backends.redis.connection import Address
+from qkit.backends.redis.driver import Reply, Wire
+from qkit.backends.redis.errors import BACKEND, error_of
+from qkit.errors import MessageNotFound, SubscriptionLost, Unsupported
+from qkit.message import GROUP, Envelope, new_id
+
+__all__ = ["Listening"]
+
+MESSAGES: Final = 1_000  # that wait here at most, but for what came with the last of them
+BYTES: Final = 16 * 2**20
+BEAT: Final = 2.0  # after one to two of these in silence the server is asked whether it is there
+PATIENCE: Final = 4.0  # and has so long to answer: a dead connection is known within ten seconds
+
+
+class Listener(Wire):
+    """A connection in subscriber mode: it is told messages beside the answers to its commands."""
+
+    def __init__(
+        self,
+        connection: AbstractConnection,
+        hear: Callable[[bytes], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._hear = hear
+        self._ended = ended
+        self._reading = True
+        self._silent = True
+        self._beat: asyncio.TimerHandle | None = None
+        super().__init__(connection, PATIENCE)
+        if self.lost is None:
+            self._beat = self._loop.call_later(BEAT, self._ask)
+
+    def _answer(self, reply: Reply) -> None:
+        self._silent = False
+        if type(reply) is list and reply[0] == b"message":
+            self._hear(cast("bytes", reply[2]))
+        else:
+            super()._answer(reply)
+
+    def _ask(self) -> None:
+        if self._reading and self._silent and not self._waiting:
+            self.call("PING").add_done_callback(_heard)
+        self._silent = True
+        self._beat = self._loop.call_later(BEAT, self._ask)
+
+    def read(self, on: bool) -> None:
+        """Read on, or leave what comes with the server."""
+        if on is self._reading or self.lost is not None:
+            return
+        self._reading = on
+        transport: Any = self._transport  # one that writes and reads
+        if on:
+            if self._waiting:  # an answer that nobody has read is not late
+                self._waiting[0].deadline = self._loop.time() + PATIENCE
+            transport.resume_reading()
+        else:
+            transport.pause_reading()
+
+    def _check(self) -> None:
+        if self._reading:
+            super()._check()
+        else:
+            self._watch = self._loop.call_later(PATIENCE, self._check)
+
+    def _lose(self, error: Exception) -> None:
+        if self.lost is None:
+            super()._lose(error)
+            if self._beat is not None:
+                self._beat.cancel()
+            self._ended()
+
+
+class Listening:
+    """A subscription to a channel: every one gets a copy of every message.
+
+    Its deliveries exist here alone. ``release`` puts one back in front of those that wait here;
+    with the subscription all that was not handled is gone.
+    """
+
+    def __init__(self, address: Address, spec: SubscriptionSpec) -> None:
+        self._address = address
+        self._channel = spec.queue
+        self._group = spec.group
+        self._waiting: deque[bytes | Envelope] = deque()
+        self._size = 0
+        self._listener: Listener | None = None
+        self._news = asyncio.Event()
+        self._full = False
+        self._stopped = False
+        self._dropped = 0
+
+    async def open(self) -> None:
+        """Subscribe; from here on everything is heard."""
+        self._listener = Listener(await self._address.connection(), self._hear, self._news.set)
+        await self._listener.call("SUBSCRIBE", self._channel)
+
+    def _hear(self, payload: bytes) -> None:
+        if self._stopped:
+            self._dropped += 1
+            return
+        self._waiting.append(payload)
+        self._size += len(payload)
+        self._news.set()
+        if not self._full and (len(self._waiting) >= MESSAGES or self._size >= BYTES):
+            self._full = True
+            assert self._listener is not None
+            self._listener.read(False)
+            logger.warning(
+                "%s: %d messages wait for a handler of %s and no more are read: the server keeps "
+                "the rest, and hangs up when its client-output-buffer-limit for pubsub is reached",
+                self._channel,
+                len(self._waiting),
+                self._group,
+                extra={"queue": self._channel, "consumer": self._group},
+            )
+
+    async def receive(self, limit: int) -> list[Delivery]:
+        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
+
+        Raises ``SubscriptionLost`` when the connection breaks, once all that came by it is handled.
+        """
+        while not self._stopped:
+            if found := self._taken(limit):
+                return found
+            assert self._listener is not None
+            if (error := self._listener.lost) is not None:
+                raise SubscriptionLost(
+                    "the subscription broke, and what is published meanwhile is not heard: "
+                    + error_of(error, "receive").message,
+                    backend=BACKEND,
+                    operation="receive",
+                    queue=self._channel,
+                    cause=error,
+                )
+            self._news.clear()
+            await self._news.wait()
+        return []
+
+    def _taken(self, limit: int) -> list[Delivery]:
+        found: list[Delivery] = []
+        while self._waiting and len(found) < limit:
+            item = self._waiting.popleft()
+            if isinstance(item, bytes):
+                self._size -= len(item)
+                if (envelope := self._decoded(item)) is None:
+                    continue
+            else:
+                envelope = item
+            found.append(Delivery(envelope, self._channel, self))
+        if self._full and len(self._waiting) <= MESSAGES // 2 and self._size <= BYTES // 2:
+            self._full = False
+            assert self._listener is not None
+            self._listener.read(True)
+        return found
+
+    def _decoded(self, payload: bytes) -> Envelope | None:
+        """The message, or none if it is a replay for another group."""
+        envelope, _ = codec.decode(payload)
+        if envelope.id == codec.FOREIGN:
+            envelope.id = new_id()
+        headers = envelope.headers
+        if headers and headers.pop(GROUP, self._group) != self._group:
+            return None
+        envelope.attempt += 1
+        return envelope
+
+    # Settle
+
+    async def ack(self, delivery: Delivery) -> None:
+        """The work is done; the server knows nothing of it."""
+        self._settle(delivery, "ack")
+
+    async def release(
+        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+    ) -> None:
+        """Put the message in front of those that wait here; there are no delays."""
+        self._settle(delivery, "release")
+        if self._stopped:
+            self._dropped += 1
+            return
+        delivery.envelope.attempt += count_attempt
+        self._waiting.appendleft(delivery.envelope)
+        self._news.set()
+
+    async def extend(self, delivery: Delivery, seconds: float) -> None:
+        """There is nothing to extend."""
+        raise Unsupported(
+            "pub/sub has no leases", backend=BACKEND, operation="extend", queue=delivery.queue
+        )
+
+    def _settle(self, delivery: Delivery, operation: str) -> None:
+        if delivery.receipt is not self:
+            raise MessageNotFound(
+                "this delivery was settled before: settle each one once",
+                backend=BACKEND,
+                operation=operation,
+                queue=delivery.queue,
+                message_id=delivery.envelope.id,
+            )
+        delivery.receipt = None
+
+    # The end
+
+    async def stop(self) -> None:
+        """Hear no more, and wake a ``receive`` that waits."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._dropped += len(self._waiting)
+        self._waiting.clear()
+        self._news.set()
+        if self._listener is not None:
+            await self._listener.aclose()
+
+    async def leave(self) -> None:
+        """Stop, and say what was lost by that."""
+        await self.stop()
+        if self._dropped:
+            logger.warning(
+                "%s: %d messages that no handler had done with are gone: pub/sub keeps nothing",
+                self._channel,
+                self._dropped,
+                extra={"queue": self._channel, "consumer": self._group},
+            )
+
+
+def _heard(answer: asyncio.Future[Reply]) -> None:
+    """Whether it came is what counts, and the connection knows that."""
+    if not answer.cancelled():
+        answer.exception()

@@ -1,0 +1,180 @@
+"""What every command shares: its options, its settings, its service, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Literal, ParamSpec, TypeVar
+
+import typer
+from rich.text import Text
+
+from qkit._internal.clock import SystemClock
+from qkit._internal.logging import logger
+from qkit.backend import Backend
+from qkit.backends.factory import open_backend
+from qkit.cli.terminal import err, print_json, safe, tell
+from qkit.errors import ConfigError, QueueError
+from qkit.native.bulk_import import wait_for_import
+from qkit.service import QueueService
+from qkit.settings.model import Settings
+
+__all__ = [
+    "AsJson",
+    "Config",
+    "Yes",
+    "adopt",
+    "command",
+    "confirmed",
+    "find_settings",
+    "run",
+    "service",
+    "service_on",
+]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Form = Literal["words", "json", "log"]
+"""How a command says that it failed."""
+
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+LOGGERS = ("qkit", "aiormq", "aio_pika", "aiokafka", "redis")
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", envvar="QKIT_CONFIG", metavar="FILE", rich_help_panel="Settings",
+        help="A TOML file; else ./qkit.toml if there is one. QKIT_* variables win over it.",
+    ),
+]  # fmt: skip
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+
+def command(function: Callable[P, None]) -> Callable[P, None]:
+    """Let a command fail in words: no traceback, and an exit code that tells."""
+
+    @functools.wraps(function)
+    def told(*arguments: P.args, **options: P.kwargs) -> None:
+        form: Form = "words"
+        if options.get("as_json"):
+            form = "json"
+        elif options.get("log_json"):
+            form = "log"
+        try:
+            function(*arguments, **options)
+        except ConfigError as error:
+            raise _fail(error, MISUSED, form) from None
+        except (QueueError, ValueError, OSError) as error:
+            raise _fail(error, FAILED, form) from None
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise typer.Exit(INTERRUPTED) from None
+
+    return told
+
+
+def _fail(error: Exception, code: int, form: Form) -> typer.Exit:
+    if isinstance(error, BrokenPipeError):  # `qkit peek … | head`: the reader had enough
+        sys.stderr.close()
+        return typer.Exit(0)
+    if form == "log":
+        logger.error("%s", str(error) or type(error).__name__)
+    elif form == "json":
+        print_json({"error": {"type": type(error).__name__, "message": str(error)}})
+    else:
+        text = safe(str(error) or type(error).__name__)
+        err.print(Text("error ", style="bold red").append(text, style="default not bold"))
+    return typer.Exit(code)
+
+
+def find_settings(config: Path | None) -> Settings:
+    """The settings that a command works with: a file, the environment, or both."""
+    file = _file(config)
+    return Settings() if file is None else Settings.load(file)
+
+
+def adopt(config: Path | None) -> None:
+    """Make the file the one that the settings of a program read, and those of its workers."""
+    file = _file(config)
+    if file is not None:
+        if not file.is_file():
+            raise ConfigError(f"--config {file}: there is no such file")
+        os.environ["QKIT_CONFIG"] = str(file.resolve())
+
+
+def _modest(config: Path | None) -> Settings:
+    """The same for one that takes queues as they are."""
+    file = _file(config)
+    if file is None:
+        return Settings(declare="passive", dead_letter={"enabled": False})
+    return Settings.load(file, declare="passive", dead_letter={"enabled": False})
+
+
+def _file(config: Path | None) -> Path | None:
+    here = Path("qkit.toml")
+    return here if config is None and here.is_file() else config
+
+
+def run(main: Coroutine[object, object, T]) -> T:
+    """Run to the end, on uvloop if it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+@asynccontextmanager
+async def service(
+    config: Path | None, *, declares: bool = False
+) -> AsyncGenerator[QueueService, None]:
+    """A service without handlers, for looking and sending; connected while the context lasts.
+
+    Unless it ``declares``, queues are used as they are: how often one is tried, or how many it
+    holds, is for the program that consumes it to say.
+    """
+    async with service_on(config, declares=declares) as (running, _):
+        yield running
+
+
+@asynccontextmanager
+async def service_on(
+    config: Path | None, *, declares: bool = False
+) -> AsyncGenerator[tuple[QueueService, Backend], None]:
+    """The same, with the backend of the service."""
+    settings = find_settings(config) if declares else _modest(config)
+    if settings.type == "native" and settings.path is None:
+        raise ConfigError(
+            "these settings keep queues in the memory of one process, where no command can look: "
+            "name a directory (QKIT_PATH=data), a broker (QKIT_TYPE and QKIT_URL), or a file "
+            "with such settings (--config)"
+        )
+    # What a person should hear of comes as an error; a log beside a table only confuses.
+    for name in LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    backend = open_backend(settings, SystemClock())
+    async with QueueService(settings, backend=backend) as running:
+        if settings.type == "native" and settings.path is not None:
+            for error in await wait_for_import(settings.path):
+                tell(
+                    f"warning: a bulk file in {settings.path / 'inbox'} is ignored: {error}",
+                    "yellow",
+                )
+        yield running, backend
+
+
+def confirmed(question: str, yes: bool) -> bool:
+    """Ask before something is destroyed; where nobody can answer, that is a no."""
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody is here to ask: repeat it with --yes")
+    return typer.confirm(question, err=True)

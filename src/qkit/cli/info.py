@@ -1,0 +1,191 @@
+"""``health``, ``capabilities``, ``config`` and ``asyncapi``: what is, without changing it."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.text import Text
+
+from qkit._internal.clock import SystemClock
+from qkit.asyncapi import document
+from qkit.backends.capability_matrix import COLUMNS, MATRIX
+from qkit.backends.factory import open_backend
+from qkit.cli.common import AsJson, Config, adopt, command, find_settings, run, service
+from qkit.cli.target import load
+from qkit.cli.terminal import out, print_json, safe, table, tell
+from qkit.errors import ConfigError
+from qkit.observability.health import Health
+from qkit.settings.model import Settings
+
+__all__ = ["asyncapi", "capabilities", "config_app", "health"]
+
+config_app = typer.Typer(help="Check and show the settings.", no_args_is_help=True)
+
+MARKS = {"native": ("●", "green"), "emulated": ("◐", "yellow"), "unsupported": ("–", "dim")}
+
+
+@command
+def health(
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Ask a running worker's pages instead of the broker."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether the broker answers, or a worker is ready: exit code 0, else 1.
+
+    [dim]qkit health · qkit health --url http://127.0.0.1:8710[/]
+    """
+    if url is not None:
+        ready, facts = _ask_worker(url, timeout)
+    else:
+
+        async def main() -> Health:
+            async with service(config) as running:
+                return running.health_check()
+
+        state = run(main())
+        ready, facts = state.status == "healthy", asdict(state)
+    if as_json:
+        print_json(facts)
+    else:
+        mark, style = ("ready", "green") if ready else ("not ready", "red")
+        out.print(Text(mark, style=f"bold {style}"))
+        for name in ("connection_state", "breaker", "durable", "reason", "last_error"):
+            if facts.get(name) is not None:
+                shown = name.replace("_", " ")
+                out.print(Text(f"{shown:>17}  ", style="dim").append(safe(facts[name])))
+    if not ready:
+        raise typer.Exit(1)
+
+
+def _ask_worker(url: str, timeout: float) -> tuple[bool, dict[str, Any]]:
+    """What ``/health`` and ``/readyz`` say; no answer is a no as well."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {url!r}: write it with http:// or https://")
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/readyz", timeout=timeout) as answer:
+            return True, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            try:
+                return False, json.load(error)
+            except ValueError:
+                return False, {"reason": f"it answered {error.code}"}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return False, {"reason": f"no answer from {url}: {reason}"}
+
+
+@command
+def capabilities(
+    all_backends: Annotated[bool, typer.Option("--all", help="Of every backend.")] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the chosen backend can do; what it cannot is refused at start-up."""
+    if all_backends:
+        columns = {name: MATRIX[name].as_dict() for name in COLUMNS}
+    else:
+        settings = find_settings(config)
+        columns = {
+            settings.backend_key: open_backend(settings, SystemClock()).capabilities.as_dict()
+        }
+    if as_json:
+        print_json(columns if all_backends else next(iter(columns.values())))
+        return
+    features = next(iter(columns.values()))
+    rows = [
+        [Text(feature.replace("_", " "), style="bold")]
+        + [_support(column[feature], words=len(columns) == 1) for column in columns.values()]
+        for feature in features
+    ]
+    names = [name.replace("-", "\n") if all_backends else name for name in columns]
+    out.print(table(("", *names), rows, gap=1 if all_backends else None))
+    if len(columns) > 1:
+        tell("● native to the backend  ◐ emulated by qkit  – refused at start-up", "dim")
+
+
+def _support(support: str, *, words: bool) -> Text:
+    mark, style = MARKS[support]
+    return Text(f"{mark} {support}" if words else mark, style=style)
+
+
+@config_app.command("check")
+@command
+def check(config: Config = None, as_json: AsJson = False) -> None:
+    """Check the settings without connecting: exit code 0 if they can work, else 2."""
+    settings = find_settings(config)
+    if as_json:
+        print_json({"valid": True, "backend": settings.backend_key})
+    else:
+        tell(f"The settings are valid: {settings.backend_key}.", "green")
+
+
+@config_app.command("show")
+@command
+def show(
+    everything: Annotated[bool, typer.Option("--all", help="The defaults as well.")] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the settings as they are merged; secrets are hidden."""
+    settings = find_settings(config)
+    values = visible(settings, everything)
+    if as_json:
+        print_json(values)
+        return
+    rows = [(Text(name, style="bold"), _shown(value)) for name, value in _flat(values)]
+    out.print(table(("setting", "value"), rows))
+
+
+def visible(settings: Settings, everything: bool) -> dict[str, Any]:
+    """The settings for people: what differs from the defaults, passwords hidden."""
+    whole: dict[str, Any] = json.loads(settings.model_dump_json())
+    if everything:
+        return whole
+    changed = {"type"} | {name for name, _ in settings.__repr_args__()}
+    return {name: value for name, value in whole.items() if name in changed}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found += _flat(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def _shown(value: object) -> str | Text:
+    return Text("none", style="dim") if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@command
+def asyncapi(
+    target: Annotated[str, typer.Argument(metavar="MODULE:SERVICE")],
+    title: Annotated[str, typer.Option(help="The document's title.")] = "qkit service",
+    version: Annotated[str, typer.Option(help="The version of your service.")] = "0.1.0",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it to a file.")
+    ] = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the AsyncAPI 3 document of a service, from its handlers."""
+    adopt(config)
+    made = document(load(target), title=title, version=version)
+    if output is None:
+        print_json(made)
+    else:
+        output.write_text(f"{json.dumps(made, indent=2)}\n")
+        tell(f"{output}: {len(made['channels'])} channels.", "green")

@@ -1,0 +1,212 @@
+"""``run`` and ``web``: a worker, several of them under a supervisor, or only the pages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.logging import RichHandler
+
+from qkit._internal.logging import JsonFormatter
+from qkit.cli import common
+from qkit.cli.common import AsJson, Config, command
+from qkit.cli.supervisor import Supervisor
+from qkit.cli.target import AnyService, load
+from qkit.cli.terminal import err, print_json, safe, tell
+from qkit.errors import ConfigError
+from qkit.service import QueueService
+from qkit.sync import SyncQueueService
+
+__all__ = ["run", "web"]
+
+LAST_PORT = 65_535
+
+Port = Annotated[
+    int | None, typer.Option(min=0, max=LAST_PORT, help="Serve probes, metrics and dashboard here.")
+]
+Host = Annotated[str, typer.Option(help="The address to bind; loopback unless you say so.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="QKIT_TOKEN", help="What a change on the pages needs; none: no changes."),
+]
+Hosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="A name that the pages are reached by, beside loopback; * for all. May repeat.",
+    ),
+]
+LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines of JSON.")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where a worker's pages are served, if they are, and to whom."""
+
+    port: int | None
+    host: str
+    token: str | None
+    hosts: list[str]
+
+    def of_worker(self, number: int) -> list[str]:
+        """The same as options of worker ``number``; the token goes by the environment."""
+        if self.port is None:
+            return []
+        port = self.port + number if self.port else 0
+        named = [word for name in self.hosts for word in ("--allow-host", name)]
+        return ["--host", self.host, "--port", str(port), *named]
+
+
+@command
+def run(
+    target: Annotated[str, typer.Argument(metavar="MODULE:SERVICE")],
+    workers: Annotated[int, typer.Option("--workers", "-w", min=1, max=256)] = 1,
+    port: Port = None,
+    host: Host = "127.0.0.1",
+    allow_host: Hosts = None,
+    token: Token = None,
+    log_json: LogJson = False,
+    log_level: LogLevel = "info",
+    config: Config = None,
+    as_json: AsJson = False,
+    lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Consume until SIGTERM or Ctrl-C, then drain; a second signal forces.
+
+    With several workers each is a process; one that crashes is started again, with growing pauses.
+    Worker number [bold]n[/] serves its pages on [bold]--port[/] + [bold]n[/], from 0.
+
+    [dim]qkit run shop.worker:service --workers 4 --port 8710 --log-json[/]
+    """
+    log_json = log_json or as_json
+    set_up_logs(log_json, log_level)
+    common.adopt(config)
+    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
+    if workers > 1:
+        sys.exit(_supervise(target, workers, pages, log_json, log_level))
+    common.run(_work(load(target), pages, lifeline, log_json=log_json, as_json=as_json))
+
+
+def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_level: str) -> int:
+    if pages.port is not None and pages.port + workers - 1 > LAST_PORT:
+        raise ConfigError(
+            f"--port {pages.port} with {workers} workers goes beyond {LAST_PORT}, the last port: "
+            "each worker has its own"
+        )
+    timeout = load(target).settings.shutdown.timeout  # and find out here whether it can work
+    commands: list[list[str]] = []
+    for number in range(workers):
+        words = [sys.executable, "-m", "qkit.cli", "run", target, "--log-level", log_level]
+        words += ["--log-json"] if log_json else []
+        commands.append([*words, *pages.of_worker(number)])
+    # By the environment: a command line is for everybody on the machine to read.
+    environment = os.environ | ({"QKIT_TOKEN": pages.token} if pages.token else {})
+    return asyncio.run(Supervisor(commands, environment, patience=timeout + 10).run())
+
+
+async def _work(
+    target: AnyService, pages: Pages, lifeline: int | None, *, log_json: bool, as_json: bool
+) -> None:
+    with _in_this_loop(target) as service:
+        async with _served(service, pages, log_json=log_json, as_json=as_json):
+            if lifeline is not None:
+                _hold(lifeline, service)
+            await service.run()
+
+
+@contextmanager
+def _in_this_loop(target: AnyService) -> Generator[QueueService, None, None]:
+    """The service to run; a ``SyncQueueService`` uses this loop, and keeps no thread for one."""
+    if isinstance(target, SyncQueueService):
+        with target.hosted() as service:
+            yield service
+    else:
+        yield target
+
+
+@asynccontextmanager
+async def _served(
+    service: QueueService, pages: Pages, *, as_json: bool, log_json: bool = False
+) -> AsyncGenerator[None, None]:
+    if pages.port is None:
+        yield
+        return
+    from qkit.web import serve
+
+    async with serve(
+        service, host=pages.host, port=pages.port, token=pages.token, hosts=pages.hosts
+    ) as address:
+        if as_json:
+            print_json({"address": address})
+        elif not log_json:  # there the log tells it, and every line is JSON
+            tell(f"Pages: {address}")
+        yield
+
+
+def _hold(lifeline: int, service: QueueService) -> None:
+    """Drain when the supervisor is gone: its end of the pipe is closed by whatever ended it."""
+    loop = asyncio.get_running_loop()
+
+    def cut() -> None:
+        loop.remove_reader(lifeline)
+        os.close(lifeline)
+        service.stop()
+
+    loop.add_reader(lifeline, cut)
+
+
+@command
+def web(
+    port: Annotated[
+        int, typer.Option(min=0, max=LAST_PORT, help="0 takes any that is free.")
+    ] = 8710,
+    host: Host = "127.0.0.1",
+    allow_host: Hosts = None,
+    token: Token = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve the dashboard by itself, beside whatever works on the queues."""
+    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
+
+    async def main() -> None:
+        async with common.service(config) as service:
+            async with _served(service, pages, as_json=as_json):
+                await service.run()
+
+    common.run(main())
+
+
+class SafeFormatter(logging.Formatter):
+    """Lines for people. What an error says may be a message's words; they steer no terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as text, its control characters made visible."""
+        return safe(super().format(record))
+
+
+def set_up_logs(log_json: bool, level: str) -> None:
+    """Logs to stderr: lines for people, or JSON for programs."""
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ConfigError(f"--log-level {level!r}: choose debug, info, warning or error")
+    if log_json:
+        handler: logging.Handler = logging.StreamHandler()
+        handler.setFormatter(JsonFormatter())
+    elif err.is_terminal:
+        handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, markup=False)
+        handler.setFormatter(SafeFormatter("%(message)s", datefmt="[%X]"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logging.basicConfig(level=number, handlers=[handler], force=True)
+    logging.captureWarnings(log_json)

@@ -1,0 +1,431 @@
+"""Bodies to bytes and back: JSON through pydantic, plain ``bytes`` untouched, gzip on request.
+
+A codec belongs to one declared type. Nothing is ever loaded by a name found in a message: there is
+no pickle, no YAML and no class path here, only JSON validated against a type the program chose.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import lru_cache, partial
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    overload,
+)
+
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import SchemaSerializer
+from pydantic_core import to_json as dump_any_json
+
+from qkit.codec.compression import check_size, compress, decompress
+from qkit.codec.strict_json import dump_strictly
+from qkit.errors import ConfigError, DecodeError, InvalidBody
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE
+
+__all__ = ["Codec", "decompress", "type_name"]
+
+T = TypeVar("T")
+
+_BYTES = "application/octet-stream"
+_RAW = (bytes, bytearray, memoryview)
+_MAX_DETAIL = 200
+_MAX_ERRORS = 1_000  # beyond it, even listing the errors would cost more than the message did
+_MARK = b"\xef\xbb\xbf"
+_NO_FLOAT = frozenset({str, int, bool, NoneType})
+_MAY_BE_FLOAT = frozenset({"float", "any", "function-plain", "is-instance"})
+_CHARSETS = {"utf-8": "utf-8", "utf8": "utf-8", "us-ascii": "ascii", "iso-8859-1": "latin-1"}
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]+")
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes the bodies of one channel.
+
+    Models, dataclasses, TypedDicts and builtins travel as JSON, under their aliases and without
+    computed fields, so that what was sent decodes to the same. Without a type, a value is encoded
+    as what it is and decoded to plain JSON types.
+
+    >>> codec = Codec(dict[str, int])
+    >>> codec.encode({"apples": 3})
+    (b'{"apples":3}', {})
+    >>> codec.decode(b'{"apples":3}', {})
+    {'apples': 3}
+
+    ``max_bytes`` bounds a body, compressed or not. Raises ``ConfigError`` for a type that pydantic
+    has no schema for.
+    """
+
+    __slots__ = (
+        "_class",
+        "_compress",
+        "_dump",
+        "_exact",
+        "_max_bytes",
+        "_may_hold_nan",
+        "_nan_is_word",
+        "_plain",
+        "_raw",
+        "_serializer",
+        "_takes_bytes",
+        "_takes_text",
+        "_untyped",
+        "_validate",
+        "_validate_json",
+        "type_name",
+    )
+
+    @overload
+    def __init__(
+        self: Codec[object],
+        type_: None,
+        *,
+        compression: Literal["gzip"] | None = None,
+        max_bytes: int = 1 << 20,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        type_: type[T],
+        *,
+        compression: Literal["gzip"] | None = None,
+        max_bytes: int = 1 << 20,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        type_: type[T] | None,
+        *,
+        compression: Literal["gzip"] | None = None,
+        max_bytes: int = 1 << 20,
+    ) -> None:
+        untyped = type_ in (None, Any, object)
+        self._untyped = untyped
+        self.type_name = "any JSON value" if untyped else type_name(type_)
+        self._compress = compression == "gzip"
+        self._max_bytes = max_bytes
+        self._raw = type_ if type_ in _RAW else None
+        self._takes_bytes = untyped or self._raw is not None
+        self._takes_text = untyped or type_ is str
+        adapter = _adapter(Any if untyped else bytes if self._raw else type_)
+        self._validate_json = cast("Callable[[bytes], T]", adapter.validator.validate_json)
+        self._validate = _as_it_is if untyped else adapter.validator.validate_python
+        # round_trip: what is written must be valid input. "error": a field that was set to
+        # something else behind pydantic's back would only make it warn.
+        self._serializer = adapter.serializer
+        self._dump = (
+            _dump_any
+            if untyped
+            else partial(self._serializer.to_json, by_alias=True, round_trip=True, warnings="error")
+        )
+        # An instance of exactly this model was validated when it was made: it is only dumped. A
+        # plain dataclass never was, so its fields are validated here.
+        self._exact = type_ if hasattr(type_, "__pydantic_serializer__") else None
+        self._class = type_ if is_dataclass(type_) else self._exact
+        floats, modes = _float_modes(adapter.core_schema)
+        self._may_hold_nan = untyped or (floats and modes != {"strings"})
+        self._nan_is_word = "constants" in modes
+        self._plain = (
+            _plain_any if untyped else partial(adapter.serializer.to_python, warnings=False)
+        )
+
+    @classmethod
+    def any(
+        cls, *, compression: Literal["gzip"] | None = None, max_bytes: int = 1 << 20
+    ) -> Codec[object]:
+        """A codec without a declared type.
+
+        >>> Codec.any().decode(b"[1, 2]", {})
+        [1, 2]
+        """
+        return Codec(None, compression=compression, max_bytes=max_bytes)
+
+    def encode(self, value: T) -> tuple[bytes, dict[str, str]]:
+        """The body, and the headers that say how to read it: none for plain JSON.
+
+        Raises ``InvalidBody`` for a value that is not of the type or that JSON cannot express, and
+        ``PayloadTooLarge``.
+        """
+        body: bytes | None = None
+        checked: object = value
+        serializer: SchemaSerializer | None = None
+        nan_is_word = self._nan_is_word
+        if type(value) is self._exact:
+            serializer = self._serializer
+        elif self._untyped and isinstance(value, BaseModel):
+            serializer = value.__pydantic_serializer__
+        elif self._takes_bytes and isinstance(value, _RAW):
+            return self._finish(bytes(cast("bytes", value)), {CONTENT_TYPE: _BYTES})
+        if serializer is not None:
+            try:
+                body = dump_strictly(serializer.to_json, value)
+                if self._untyped:
+                    nan_is_word = _nan_is_word(cast("type[BaseModel]", type(value)))
+            except Exception:
+                body = None  # said below, outside, so that this error is not that one's context
+        if body is None:
+            body, checked = self._encode_checked(value)
+        # pydantic writes null for a float that JSON has no word for. (find: twice as fast as in.)
+        if self._may_hold_nan and (body.find(b"null") >= 0 or nan_is_word):
+            self._refuse_nan(checked)
+        if self._compress or len(body) > self._max_bytes:
+            return self._finish(body, {})
+        return body, {}
+
+    def _finish(self, body: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+        """Compress if asked, within the limit before and after."""
+        check_size(body, self._max_bytes, "the body")
+        if self._compress:
+            body = compress(body)
+            headers[CONTENT_ENCODING] = "gzip"
+            check_size(body, self._max_bytes, "the body in gzip")
+        return body, headers
+
+    def decode(self, body: bytes, headers: Mapping[str, str]) -> T:
+        """The value in a body, which may come from another program.
+
+        Raises ``DecodeError``, in one line that never holds the whole body, and
+        ``PayloadTooLarge``.
+        """
+        if CONTENT_ENCODING in headers or len(body) > self._max_bytes:
+            body = decompress(body, headers, self._max_bytes)
+        if self._raw is not None:
+            return cast("T", body if self._raw is bytes else self._raw(body))
+        if CONTENT_TYPE in headers:
+            kind, charset = _classify(headers[CONTENT_TYPE][:200])
+            if kind == "text" and self._takes_text:
+                return cast("T", _text(body, charset))
+            if kind == "bytes" and self._takes_bytes:
+                return cast("T", body)
+            if kind == "other":
+                shown = _one_line(headers[CONTENT_TYPE], 80)
+                raise DecodeError(
+                    f"expected {self.type_name} as JSON, got the content type {shown!r}: "
+                    "send JSON, or declare the body as bytes"
+                )
+        try:
+            return self._validate_json(body)
+        except MemoryError:
+            raise
+        except Exception as exc:
+            # Programs on Windows like to put a byte order mark before their JSON.
+            if body.startswith(_MARK) and not body.startswith(_MARK * 2):
+                return self.decode(body[len(_MARK) :], {})
+            text = _details(exc)
+        raise DecodeError(f"expected {self.type_name} as JSON: {text}")
+
+    def _encode_checked(self, value: object) -> tuple[bytes, object]:
+        """Validate, then dump what validation made of it."""
+        if self._raw is not None:
+            raise InvalidBody(
+                f"expected {self.type_name}, got {type_name(type(value))}: encode it first"
+            )
+        try:
+            checked = self._validate(_fields_of(value) if type(value) is self._class else value)
+            return self._dump(checked), checked
+        except MemoryError:
+            raise
+        except Exception as exc:
+            text = _details(exc)
+        # Raised out here: pydantic's error, which repeats its input, must not be the context.
+        raise InvalidBody(f"expected {self.type_name}, got {type_name(type(value))}: {text}")
+
+    def _refuse_nan(self, value: object) -> None:
+        """The body holds a null or the like: refuse it if a float that JSON lacks became one."""
+        if _find_nan(value) is None:
+            return
+        # Found in the object; what is written may differ, by a serializer of the user's.
+        where = _find_nan(self._plain(value))
+        if where is not None:
+            place = f" at {_one_line('.'.join(where), 80)}" if where else ""
+            raise InvalidBody(
+                f"expected {self.type_name}, got a number that is not finite{place}: "
+                "JSON has no nan or infinity; send None or a str"
+            )
+
+
+@lru_cache(maxsize=256)
+def _classify(content_type: str) -> tuple[Literal["json", "text", "bytes", "other"], str]:
+    main, _, parameters = content_type.lower().partition(";")
+    main = main.strip()
+    charset = re.search(r"charset\s*=\s*[\"']?([\w.-]+)", parameters)
+    if not main or main.endswith(("/json", "+json")):
+        return "json", ""
+    if main.startswith("text/"):
+        return "text", charset[1] if charset else "utf-8"
+    return ("bytes" if main.endswith("/octet-stream") else "other"), ""
+
+
+def _text(body: bytes, charset: str) -> str:
+    # A closed list: some of Python's codecs take quadratic time.
+    codec = _CHARSETS.get(charset)
+    if codec is None:
+        raise DecodeError(f"unknown charset {charset[:40]!r}: send UTF-8")
+    try:
+        return body.decode(codec)
+    except UnicodeDecodeError as exc:
+        raise DecodeError(f"expected text in {codec}, got other bytes at {exc.start}") from None
+
+
+def type_name(type_: object) -> str:
+    """A type as a person would write it.
+
+    >>> type_name(dict[str, list[int] | None])
+    'dict[str, list[int] | None]'
+    """
+    if type_ in (None, NoneType):
+        return "None"
+    if type_ is ...:
+        return "..."
+    origin, args = get_origin(type_), get_args(type_)
+    if origin is Annotated:
+        return type_name(args[0])
+    if origin in (Union, UnionType):
+        return " | ".join(type_name(arg) for arg in args)
+    if origin is Literal:
+        return f"Literal[{', '.join(repr(arg) for arg in args)}]"
+    if origin is not None and args:
+        return f"{type_name(origin)}[{', '.join(type_name(arg) for arg in args)}]"
+    return str(getattr(type_, "__name__", type_))
+
+
+def _adapter(type_: object) -> TypeAdapter[Any]:
+    try:
+        return _cached_adapter(type_)
+    except Exception as exc:
+        raise ConfigError(
+            f"{_one_line(type_name(type_), 80)} cannot be a body: use a pydantic model, a "
+            "dataclass, a TypedDict, a builtin type or bytes "
+            f"({type(exc).__name__}: {_one_line(str(exc).partition(chr(10))[0], _MAX_DETAIL)})",
+            cause=exc,
+        ) from exc
+
+
+@lru_cache(maxsize=256)
+def _cached_adapter(type_: Any) -> TypeAdapter[Any]:
+    # A plain dataclass never checked its fields, so its instances are validated as well.
+    config = ConfigDict(revalidate_instances="always")
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(type_, config=config)
+    except PydanticUserError as exc:
+        if exc.code != "type-adapter-config-unused":
+            raise
+        adapter = TypeAdapter(type_)
+    # An unknown forward reference shows only when the validator is used: use it now.
+    _ = adapter.validator.validate_json
+    if adapter.core_schema["type"] in {"call", "callable"}:
+        raise TypeError("a function is no data")
+    return adapter
+
+
+def _as_it_is(value: object) -> object:
+    return value
+
+
+def _plain_any(value: object) -> object:
+    if isinstance(value, BaseModel):
+        return cast("object", value.__pydantic_serializer__.to_python(value, warnings=False))
+    return value
+
+
+@lru_cache(maxsize=1_024)
+def _nan_is_word(model: type[BaseModel]) -> bool:
+    """Whether a model, or one in it, writes ``NaN``, which is no JSON."""
+    return "constants" in _float_modes(model.__pydantic_core_schema__)[1]
+
+
+def _dump_any(value: object) -> bytes:
+    """A value as what it is; a model goes by its own rules."""
+    if isinstance(value, BaseModel):
+        serializer = value.__pydantic_serializer__
+        return serializer.to_json(value, by_alias=True, round_trip=True, warnings="error")
+    return dump_any_json(value, by_alias=True, round_trip=True, inf_nan_mode="null")
+
+
+def _fields_of(value: object) -> object:
+    """A model's or dataclass's fields as input, since validation takes an instance unseen."""
+    try:
+        if isinstance(value, BaseModel):
+            return value.model_dump(by_alias=True, round_trip=True, warnings=False)
+        items = fields(cast("Any", value))
+        return {item.name: getattr(value, item.name) for item in items if item.init}
+    except Exception:
+        return value  # it cannot be dumped at all; dumping it again says why
+
+
+def _float_modes(schema: object) -> tuple[bool, set[object]]:
+    """Whether a float may be somewhere in the type, and what its models write for nan."""
+    floats = False
+    modes: set[object] = set()
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Mapping):
+            entries = cast("Mapping[object, object]", node)
+            kind = entries.get("type")
+            floats = floats or (isinstance(kind, str) and kind in _MAY_BE_FLOAT)
+            if "ser_json_inf_nan" in entries:
+                modes.add(entries["ser_json_inf_nan"])
+            stack += [item for key, item in entries.items() if key not in {"cls", "metadata"}]
+        elif isinstance(node, (list, tuple)):
+            stack += cast("Sequence[object]", node)
+    return floats, modes
+
+
+def _find_nan(value: object) -> list[str] | None:
+    """The way to a float that is not finite, if there is one."""
+    if isinstance(value, float):
+        return None if math.isfinite(value) else []
+    items: Iterable[tuple[object, object]]
+    if isinstance(value, dict):
+        items = cast("dict[object, object]", value).items()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = enumerate(cast("Iterable[object]", value))
+    elif hasattr(value, "__pydantic_fields_set__"):  # a model; isinstance would take a µs
+        model = cast("BaseModel", value)
+        if model.model_config.get("ser_json_inf_nan") == "strings":
+            return None
+        items = (model.__dict__ | (model.__pydantic_extra__ or {})).items()
+    elif is_dataclass(value):
+        items = [(item.name, getattr(value, item.name, None)) for item in fields(value)]
+    else:
+        return None
+    for key, item in items:
+        # Most of what a body holds is told by its exact type, without a call.
+        if type(item) not in _NO_FLOAT and (where := _find_nan(item)) is not None:
+            return [str(key), *where]
+    return None
+
+
+def _details(exc: Exception) -> str:
+    """What pydantic or a user's validator found, in one bounded line without the values."""
+    if not isinstance(exc, ValidationError):
+        # Serializers put the value in brackets after their complaint.
+        text = str(exc).partition("[")[0].strip()
+        return _one_line(f"{type(exc).__name__}: {text}" if text else type(exc).__name__)
+    count = exc.error_count()
+    if count > _MAX_ERRORS:
+        return f"{count} errors"
+    found: list[str] = []
+    for item in exc.errors(include_url=False, include_context=False, include_input=False)[:3]:
+        where = _one_line(".".join(str(part)[:80] for part in item["loc"]), 80)
+        text = _one_line(item["msg"])
+        found.append(f"{where}: {text}" if where else text)
+    more = f"; and {count - len(found)} more" if count > len(found) else ""
+    return "; ".join(found) + more
+
+
+def _one_line(text: str, limit: int = _MAX_DETAIL) -> str:
+    text = _CONTROL.sub(" ", text[: 4 * limit])
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,210 @@
+"""The consumers of a service, each in a task of its own: steered and brought down together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+from collections.abc import Awaitable, Callable
+
+from qkit._internal.clock import Clock
+from qkit._internal.logging import logger
+from qkit.backend import Backend, SubscriptionSpec
+from qkit.consuming.consumer import Consumer
+from qkit.consuming.executor import Executor
+from qkit.consuming.handler_threads import HandlerThreads
+from qkit.consuming.settlement import Settlement
+from qkit.errors import QueueNotFound
+from qkit.handlers.registry import Handler
+from qkit.handlers.route import Route, Routes
+from qkit.message import DeadLetter
+from qkit.observability.events import Events
+from qkit.observability.health import Connection, ConsumerHealth
+from qkit.observability.telemetry import Telemetry
+from qkit.sending.producer import Producer
+from qkit.settings.model import Settings
+
+__all__ = ["Crew"]
+
+ROUNDS = 3  # of a cancellation, a second each
+FOREVER = float("inf")
+
+
+class Crew:
+    """Every consumer that was started and has not come down yet."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        settings: Settings,
+        clock: Clock,
+        routes: Routes,
+        producer: Producer,
+        connection: Connection,
+        events: Events,
+        telemetry: Telemetry,
+        threads: HandlerThreads,
+    ) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._clock = clock
+        self._routes = routes
+        self._producer = producer
+        self._connection = connection
+        self._events = events
+        self._telemetry = telemetry
+        self._threads = threads
+        self._tasks: dict[Consumer, asyncio.Task[None]] = {}
+
+    def hire(self, route: Route, handler: Handler, *, renews: bool) -> None:
+        """Let a handler's consumer begin; unless it ``renews`` leases they last for ever."""
+        consumer = self._consumer(route, handler, renews=renews)
+        self._tasks[consumer] = asyncio.create_task(
+            consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
+        )
+
+    def _consumer(self, route: Route, handler: Handler, *, renews: bool) -> Consumer:
+        name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
+        settlement = Settlement(
+            channel=route.name,
+            group=handler.group,
+            consumer=name,
+            broadcast=route.broadcast,
+            write=self._writer(route),
+            ordered=route.ordered,
+            can_delay=bool(self._backend.capabilities.delay),
+            timeout=self._settings.send_timeout,
+            counters=route.counters,
+            events=self._events,
+            connection=self._connection,
+            clock=self._clock,
+        )
+        executor = Executor(
+            handler,
+            codec=self._routes.codec(handler.body_type),
+            policy=route.policy,
+            middleware=route.middleware,
+            telemetry=self._telemetry,
+            threads=self._threads,
+            clock=self._clock,
+            max_bytes=self._settings.max_message_bytes,
+            on_retry=settlement.retrying,
+        )
+        return Consumer(
+            backend=self._backend,
+            declare=functools.partial(self._producer.declare_again, route),
+            spec=SubscriptionSpec(
+                queue=route.queue,
+                group=handler.group,
+                consumer=name,
+                prefetch=self._routes.prefetch(route, handler),
+                broadcast=route.broadcast,
+                ack_deadline=route.ack_deadline if renews else FOREVER,
+                needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
+            ),
+            executor=executor,
+            settlement=settlement,
+            counters=route.counters,
+            connection=self._connection,
+            clock=self._clock,
+            ordered=route.ordered,
+            lease=route.ack_deadline if renews else None,
+        )
+
+    def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+        letters = route.dead_letter
+        if letters is None:
+            return None
+
+        async def write(letter: DeadLetter) -> None:
+            await self._producer.carry(route, letters.name, [letter.to_envelope()])
+
+        return write
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Until all have subscribed; one that is late goes on trying.
+
+        Raises what one was refused for.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                for consumer in self._tasks:
+                    await consumer.ready.wait()
+        for consumer in self._tasks:
+            if consumer.refused is not None:
+                raise consumer.refused
+
+    def of(self, channel: str, operation: str) -> list[Consumer]:
+        """The consumers of a channel; ``QueueNotFound`` if there are none."""
+        found = [consumer for consumer in self._tasks if consumer.channel == channel]
+        if not found:
+            channels = sorted({consumer.channel for consumer in self._tasks})
+            raise QueueNotFound(
+                f"this service does not consume {channel!r}; it consumes "
+                f"{', '.join(channels) or 'nothing'}",
+                operation=operation,
+                queue=channel,
+            )
+        return found
+
+    def health(self) -> tuple[list[ConsumerHealth], bool]:
+        """How each is doing, and whether all do their work. May be asked from another thread."""
+        tasks = list(self._tasks.items())  # which may change meanwhile
+        consumers = [consumer.health() for consumer, _ in tasks]
+        working = not any(task.done() for _, task in tasks) and not any(
+            consumer.state in ("reconnecting", "starting") or consumer.failing
+            for consumer in consumers
+        )
+        return consumers, working
+
+    async def drain(self, timeout: float, force: asyncio.Event) -> int:
+        """Stop fetching, wait for handlers up to the deadline, cancel the rest; how many.
+
+        ``force`` ends the wait.
+        """
+        for consumer in self._tasks:
+            consumer.stop()
+        working = set(self._tasks.values())
+        forced = asyncio.ensure_future(force.wait())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        while working and not forced.done() and (left := deadline - loop.time()) > 0:
+            done, _ = await asyncio.wait(
+                {*working, forced}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            working -= done
+        forced.cancel()
+        abandoned = sum(consumer.abandon() for consumer in self._tasks)
+        if abandoned:
+            logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
+        return abandoned
+
+    async def dismiss(self, patience: float) -> None:
+        """Wait until all have given back what they hold; cancel one that does not come to it.
+
+        Settlements of what handlers have done may take ``patience`` seconds.
+        """
+        tasks = set(self._tasks.values())
+        for consumer in self._tasks:
+            consumer.stop()
+            consumer.abandon()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience
+        rounds = ROUNDS
+        while tasks and rounds:
+            _, tasks = await asyncio.wait(tasks, timeout=1.0)
+            if any(consumer.settling for consumer in self._tasks) and loop.time() < deadline:
+                continue  # handlers are done; what they did is still being acknowledged
+            rounds -= 1
+            for task in tasks:
+                task.cancel()
+        for task in tasks:
+            logger.error(
+                "%s: its handler ignores cancellation and is left behind; it keeps the process "
+                "alive until it ends",
+                task.get_name(),
+            )
+        self._tasks.clear()

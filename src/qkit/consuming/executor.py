@@ -1,0 +1,446 @@
+"""One delivery through its handler: decode, fill the parameters, call, and judge how it ended.
+
+Failure is data here. Nothing is settled: the outcome goes back to the consumer, which settles in
+one place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from qkit._internal.clock import Clock
+from qkit._internal.retry import RetryPolicy
+from qkit.backend import Delivery
+from qkit.codec.codec import Codec, decompress
+from qkit.consuming.handler_threads import HandlerThreads
+from qkit.errors import (
+    BatchError,
+    DecodeError,
+    HandlerError,
+    HandlerTimeout,
+    PayloadTooLarge,
+    QueueError,
+    Reject,
+    Retry,
+    Unavailable,
+)
+from qkit.handlers.channel import CallNext, Middleware
+from qkit.handlers.registry import Handler
+from qkit.handlers.signature import MISSING, ParamMetadata
+from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
+from qkit.observability.telemetry import Telemetry
+
+__all__ = ["Abandon", "Dead", "Done", "Executor", "Job", "Outcome", "Pause", "RetryLater"]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handler returned: acknowledge."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryLater:
+    """The attempt failed and another follows after ``delay`` seconds."""
+
+    delay: float
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """The failure is final; ``called`` says whether this delivery reached the handler."""
+
+    reason: Reason
+    error: Exception | None
+    called: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A dependency is down: give the message back uncharged and rest the channel."""
+
+    delay: float | None
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The handler was stopped before it could finish: give the message back uncharged."""
+
+
+Outcome = Done | RetryLater | Dead | Pause | Abandon
+
+DONE = Done()
+ABANDON = Abandon()
+
+
+class Job:
+    """A delivery on its way through a consumer.
+
+    ``task`` is the worker that runs its handler now, ``thread`` the future of a synchronous
+    handler, which may outlive its call, and ``lost`` whether it was taken away: another has it,
+    or will.
+    """
+
+    task: asyncio.Task[None] | None = None
+    thread: asyncio.Future[object] | None = None
+    lost = False
+    abandoned = False
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+
+    @property
+    def stopped(self) -> bool:
+        """Whether qkit itself cancelled the handler."""
+        return self.lost or self.abandoned
+
+
+Call = Callable[[Job, Envelope], Awaitable[object]]
+
+
+class _Undecodable(DecodeError):
+    """A body or header that qkit, not the handler, could not read."""
+
+    def __init__(self, cause: QueueError) -> None:
+        super().__init__(cause.message, cause=cause)
+        self.origin = cause
+
+
+class Executor:
+    """Runs a handler's deliveries. Everything that can be resolved is resolved here, once.
+
+    ``on_retry`` hears of an attempt that failed and is repeated inline, in its slot.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        codec: Codec[object],
+        policy: RetryPolicy,
+        middleware: Sequence[Middleware],
+        telemetry: Telemetry,
+        threads: HandlerThreads,
+        clock: Clock,
+        max_bytes: int,
+        on_retry: Callable[[Envelope, RetryLater], None],
+    ) -> None:
+        self.handler = handler
+        self.policy = policy
+        self._codec = codec
+        self._telemetry = telemetry
+        self._threads = threads
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._on_retry = on_retry
+        self._timeout = handler.metadata.timeout
+        self._middleware = tuple(middleware)
+        self._takes_body = handler.body is not None
+        self._fillers = [_filler(param, handler) for param in handler.params]
+        self._keywords = [param.name if param.keyword_only else None for param in handler.params]
+        self._call = self._chosen_call()
+
+    def _chosen_call(self) -> Call:
+        """How to call the handler once, with no more around it than it asks for."""
+        shape = [(param.kind, param.keyword_only) for param in self.handler.params]
+        simple = self.handler.is_async and not self._middleware and shape == [("body", False)]
+        call = self._call_simply if simple else self._call_fully
+        if self._timeout is not None:
+            call = functools.partial(self._call_in_time, call, self._timeout)
+        if self._telemetry.enabled:
+            call = functools.partial(self._call_traced, call)
+        return call
+
+    async def run(self, job: Job) -> Outcome:
+        """Handle one delivery and say how it ended."""
+        envelope = job.delivery.envelope
+        if (refused := self._refuse(envelope)) is not None:
+            return refused
+        while (error := await self._attempt(job, envelope)) is not None:
+            outcome = self._judge(error, envelope)
+            if job.stopped or not self._inline(outcome):
+                return outcome
+            await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
+        return DONE
+
+    async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
+        """Handle a batch in one call and say for each member how it ended.
+
+        Members that cannot be decoded leave first; the others share the handler's fate, unless it
+        raises ``BatchError``.
+        """
+        outcomes: dict[Job, Outcome] = {}
+        live: list[Job] = []
+        bodies: dict[Job, object] = {}
+        messages: dict[Job, Message] = {}
+        for job in jobs:
+            envelope = job.delivery.envelope
+            refused = self._refuse(envelope)
+            if refused is None:
+                try:
+                    messages[job] = message = self._message(envelope)
+                    bodies[job] = self._decode(message.body, message.headers)
+                except _Undecodable as undecodable:
+                    refused = Dead(Reason.UNDECODABLE, undecodable.origin)
+            if refused is None:
+                live.append(job)
+            else:
+                outcomes[job] = refused
+        while live:
+            errors = await self._attempt_batch(live, bodies, messages)
+            again: list[Job] = []
+            for job in live:
+                envelope = job.delivery.envelope
+                error = errors.get(envelope.id)
+                outcome = DONE if error is None else self._judge(error, envelope)
+                if self._inline(outcome) and not job.stopped:
+                    again.append(job)
+                outcomes[job] = outcome
+            if again:
+                await self._wait_inline(
+                    live[0],
+                    [(job.delivery.envelope, cast("RetryLater", outcomes[job])) for job in again],
+                )
+            for job in again:  # they say which attempt it is
+                messages[job] = self._message(job.delivery.envelope)
+            live = again
+        return [outcomes[job] for job in jobs]
+
+    def _refuse(self, envelope: Envelope) -> Outcome | None:
+        """What is decided before the handler runs: expired, or delivered too often."""
+        if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
+            late = TimeToLiveExpired("the message was not handled within its time to live")
+            return Dead(Reason.TTL_EXPIRED, late, called=False)
+        if envelope.attempt > self.policy.max_attempts:
+            return Dead(
+                Reason.MAX_RETRIES_EXCEEDED,
+                QueueError(
+                    f"delivery {envelope.attempt} is beyond max_attempts="
+                    f"{self.policy.max_attempts}: earlier ones were never settled, as when a "
+                    "handler kills its worker, or another service allows more attempts"
+                ),
+                called=False,
+            )
+        return None
+
+    async def _attempt(self, job: Job, envelope: Envelope) -> Exception | None:
+        """Call the handler once; what it raised is the answer."""
+        try:
+            await self._call(job, envelope)
+        except Exception as error:
+            return error
+        except asyncio.CancelledError as error:
+            return await _from_inside(error, [job])
+        except BaseException as error:
+            return _escaped(error)
+        return None
+
+    def _call_simply(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+        """The common shape, an async handler of the body alone, needs no ``Message``."""
+        try:
+            body = self._codec.decode(envelope.body, envelope.headers)
+        except (DecodeError, PayloadTooLarge) as error:
+            raise _Undecodable(error) from error
+        return cast("Awaitable[object]", self.handler.call(body))
+
+    def _call_fully(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+        return self._through_middleware(job, self._message(envelope))
+
+    async def _call_in_time(self, call: Call, timeout: float, job: Job, envelope: Envelope) -> None:
+        scope = asyncio.timeout(timeout)
+        handling = call(job, envelope)
+        try:
+            async with scope:
+                await handling
+        except TimeoutError as error:
+            if not scope.expired():
+                raise  # the handler's own time-out
+            raise self._timed_out(error) from error
+        if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
+            raise self._timed_out()
+
+    async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
+        with self._telemetry.handling(self.handler.channel, self.handler.group, [envelope]):
+            await call(job, envelope)
+
+    def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
+        return HandlerTimeout(
+            f"{self.handler.name} ran longer than its timeout of {self._timeout:g} s",
+            operation="handle",
+            queue=self.handler.channel,
+            cause=error,
+        )
+
+    async def _through_middleware(self, job: Job, message: Message) -> object:
+        async def innermost(inner: Message) -> object:
+            body = self._decode(inner.body, inner.headers)
+            return await self._invoke(job, body, inner)
+
+        call: CallNext = innermost
+        for middleware in reversed(self._middleware):
+            call = functools.partial(_step, middleware, call)
+        return await call(message)
+
+    async def _invoke(self, job: Job, body: object, message: object) -> object:
+        """Fill the parameters and call the handler, in a thread if it is synchronous."""
+        args: list[object] = []
+        kwargs: dict[str, object] = {}
+        for fill, keyword in zip(self._fillers, self._keywords, strict=True):
+            value = fill(body, message)
+            if keyword is None:
+                args.append(value)
+            else:
+                kwargs[keyword] = value
+        if self.handler.is_async:
+            return await cast("Awaitable[object]", self.handler.call(*args, **kwargs))
+        job.thread = self._threads.submit(functools.partial(self.handler.call, *args, **kwargs))
+        # A thread cannot be cancelled: shielded, its future still tells when it has returned.
+        result = await asyncio.shield(job.thread)
+        # A plain function that hands on a coroutine has not done its work before that has.
+        return await result if inspect.isawaitable(result) else result
+
+    async def _attempt_batch(
+        self, jobs: list[Job], bodies: dict[Job, object], messages: dict[Job, Message]
+    ) -> dict[str, Exception]:
+        """Call a batch handler once; errors by message id."""
+        ids = [job.delivery.envelope.id for job in jobs]
+        envelopes = [job.delivery.envelope for job in jobs]
+        scope = asyncio.timeout(self._timeout)
+        try:
+            with self._telemetry.handling(self.handler.channel, self.handler.group, envelopes):
+                async with scope:
+                    await self._invoke(
+                        jobs[0], [bodies[job] for job in jobs], [messages[job] for job in jobs]
+                    )
+        except BatchError as error:
+            return error.failures
+        except TimeoutError as error:
+            return dict.fromkeys(ids, self._timed_out(error) if scope.expired() else error)
+        except Exception as error:
+            return dict.fromkeys(ids, error)
+        except asyncio.CancelledError as error:
+            return dict.fromkeys(ids, await _from_inside(error, jobs))
+        except BaseException as error:
+            return dict.fromkeys(ids, _escaped(error))
+        return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
+
+    def _judge(self, error: Exception, envelope: Envelope) -> Outcome:
+        """What an attempt's failure means for the message."""
+        if isinstance(error, _Undecodable):
+            return Dead(Reason.UNDECODABLE, error.origin)
+        if isinstance(error, Reject):
+            return Dead(Reason.EXPLICIT_NACK, error)
+        if isinstance(error, Unavailable):
+            return Pause(error.retry_after, error)
+        asked = error.delay if isinstance(error, Retry) else None
+        delay = self.policy.wait(error, attempt=envelope.attempt, asked=asked)
+        if delay is None:
+            return Dead(Reason.MAX_RETRIES_EXCEEDED, error)
+        return RetryLater(delay, error)
+
+    def _inline(self, outcome: Outcome) -> bool:
+        return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
+
+    async def _wait_inline(self, job: Job, failed: list[tuple[Envelope, RetryLater]]) -> None:
+        """Wait in the slot, as inline retries do, and count the attempt that follows."""
+        for envelope, outcome in failed:
+            self._on_retry(envelope, outcome)
+        await asyncio.sleep(max(outcome.delay for _, outcome in failed))
+        if job.thread is not None:  # it may have outlived its time-out: never two in one slot
+            await asyncio.wait({job.thread})
+        for envelope, _ in failed:
+            envelope.attempt += 1
+
+    def _message(self, envelope: Envelope) -> Message:
+        body, headers = envelope.body, envelope.headers
+        if CONTENT_ENCODING in headers:
+            try:
+                body = decompress(body, headers, self._max_bytes)
+            except (DecodeError, PayloadTooLarge) as error:
+                raise _Undecodable(error) from error
+            headers = {name: value for name, value in headers.items() if name != CONTENT_ENCODING}
+        return Message(
+            id=envelope.id,
+            channel=self.handler.channel,
+            body=body,
+            headers=headers,
+            key=envelope.key,
+            priority=envelope.priority,
+            attempt=envelope.attempt,
+            max_attempts=self.policy.max_attempts,
+            expires_at=envelope.expires_at,
+        )
+
+    def _decode(self, body: bytes, headers: object) -> object:
+        if not self._takes_body:  # bytes that nobody reads need not make sense
+            return None
+        try:
+            return self._codec.decode(body, cast("dict[str, str]", headers))
+        except (DecodeError, PayloadTooLarge) as error:
+            raise _Undecodable(error) from error
+
+
+async def _step(middleware: Middleware, call_next: CallNext, message: Message) -> object:
+    return await middleware(message, call_next)
+
+
+async def _from_inside(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:
+    """A cancellation that qkit did not ask for came from the handler's own work."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        while task.cancelling():  # perhaps it cancelled its own task: the worker lives on
+            task.uncancel()
+        # Or the whole loop is being torn down: then the session marks its jobs just now.
+        await asyncio.sleep(0)
+    if any(job.stopped for job in jobs):
+        raise error
+    return QueueError("the handler awaited something that was cancelled", cause=error)
+
+
+def _escaped(error: BaseException) -> QueueError:
+    """Something that is no ``Exception``, such as a panic of an extension: a failure all the same.
+
+    A program that is told to end is another matter: that goes through.
+    """
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return QueueError(f"the handler raised {type(error).__name__}", cause=error)
+
+
+def _filler(param: ParamMetadata, handler: Handler) -> Callable[[object, object], object]:
+    """How to fill one parameter, given the decoded body and the message."""
+    if param.kind == "body":
+        return lambda body, message: body
+    if param.kind == "message":
+        return lambda body, message: message
+    try:
+        adapter: TypeAdapter[object] = TypeAdapter(cast("type[object]", param.type))
+    except Exception as error:
+        raise HandlerError(
+            f"{handler.name}: parameter {param.name!r} has a type that a header cannot become: "
+            f"{param.type!r}",
+            cause=error,
+        ) from error
+    header = cast("str", param.header)
+
+    def fill(body: object, message: object) -> object:
+        value = cast("Message", message).headers.get(header)
+        if value is None:
+            if param.default is MISSING:
+                raise _Undecodable(DecodeError(f"the header {header!r} is missing"))
+            return param.default
+        try:
+            return adapter.validate_python(value)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]["msg"]
+            raise _Undecodable(DecodeError(f"the header {header!r}: {first}")) from None
+
+    return fill

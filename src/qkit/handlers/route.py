@@ -1,0 +1,270 @@
+"""What each channel means here: its declaration, the settings and the backend, put together once.
+
+Whatever the backend cannot do is refused here, before anything is declared or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from qkit._internal.retry import Backoff, RetryPolicy
+from qkit.backend import Capabilities, QueueSpec
+from qkit.codec.codec import Codec
+from qkit.errors import ConfigError, Unsupported
+from qkit.handlers.channel import Channel, Middleware
+from qkit.handlers.registry import Handler, Registry
+from qkit.observability.health import ChannelCounters, Counters
+from qkit.settings.model import RetrySettings, Settings
+
+__all__ = ["Route", "Routes"]
+
+MAX_PREFETCH = 1_000
+MAX_PRIORITY = 255
+MAX_ROUTES = 20_000  # channels whose names come from data must not fill the memory
+
+# Which capability an explicit option of a channel needs, and what to do without it.
+_NEEDS = {
+    "broadcast": ("topics", "use a queue, or a backend with topics"),
+    "ordered": ("key_order", "drop ordered=True, or use a backend that keeps order per key"),
+    "prefetch": ("prefetch", "leave prefetch out"),
+    "max_priority": ("priority", "leave max_priority out, and send to one channel per urgency"),
+    "ack_deadline": ("lease", "leave ack_deadline out: this broker keeps no leases"),
+    "ttl": ("ttl", "leave ttl out"),
+    "dead_letter": ("dead_letters", "set dead_letter=False"),
+}
+
+# Backends that choose among waiting consumers themselves: any broker lets them take turns. Not a
+# capability, because every backend balances; only the native engine can do it in another way.
+_BALANCING = frozenset({"native"})
+
+
+@dataclass(slots=True)
+class Route:
+    """A channel as this service uses it. ``queue`` is its name on the broker."""
+
+    name: str
+    queue: str
+    broadcast: bool
+    ordered: bool
+    ttl: float | None
+    max_priority: int | None
+    can_delay: bool
+    can_expire: bool
+    codec: Codec[object]
+    policy: RetryPolicy
+    middleware: tuple[Middleware, ...]
+    ack_deadline: float | None
+    prefetch: int | None
+    dead_letter: QueueSpec | None
+    spec: QueueSpec
+    counters: ChannelCounters
+    declared: bool = False
+    heard: Channel[object] | None = None
+    """The declaration that last asked for it: it says nothing new when it asks again."""
+
+
+class Routes:
+    """Builds a channel's route when it is first needed, and keeps it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        capabilities: Capabilities,
+        registry: Registry,
+        counters: Counters,
+        middleware: Sequence[Middleware],
+        backend: str,
+    ) -> None:
+        self._settings = settings
+        self._can = capabilities
+        self._registry = registry
+        self._counters = counters
+        self._middleware = tuple(middleware)
+        self._backend = backend
+        self._routes: dict[str, Route] = {}
+
+    def get(self, name: str) -> Route | None:
+        """The route of a channel that was used before."""
+        return self._routes.get(name)
+
+    def known(self) -> list[Route]:
+        """Every route built so far."""
+        return list(self._routes.values())
+
+    def of(self, channel: Channel[object]) -> Route:
+        """The route of a channel, built from all that was declared about it."""
+        route = self._routes.get(channel.name)
+        if route is None and len(self._routes) >= MAX_ROUTES:
+            self._counters.refused += 1
+            raise ConfigError(
+                f"this service has used {MAX_ROUTES} channels already, and keeps no more: name "
+                "channels in the program, and put what differs in the body or a header",
+                queue=channel.name,
+            )
+        if route is None or route.heard is not channel:
+            known = self._registry.channels.get(channel.name)
+            declared = self._registry.declare(channel)
+            if route is None or declared is not known:  # it said something new
+                route = self._routes[channel.name] = self._build(declared)
+            route.heard = channel
+        return route
+
+    def codec(self, body_type: object) -> Codec[object]:
+        """A codec under this service's limits."""
+        return Codec(
+            cast("type[object] | None", body_type),
+            compression=self._settings.compression,
+            max_bytes=self._settings.max_message_bytes,
+        )
+
+    def prefetch(self, route: Route, handler: Handler) -> int:
+        """How many deliveries a handler's consumer may hold: enough for all its calls at once."""
+        metadata = handler.metadata
+        needed = metadata.concurrency * (metadata.batch_size or 1)
+        chosen = route.prefetch or self._settings.prefetch
+        if chosen is None:
+            chosen = max(self._settings.effective_prefetch, needed)
+        if needed > chosen or needed > MAX_PREFETCH:
+            raise ConfigError(
+                f"{handler.name}: concurrency × batch_size = {needed} messages at once, but "
+                f"prefetch is {min(chosen, MAX_PREFETCH)}; raise prefetch (up to {MAX_PREFETCH}) "
+                "or lower concurrency",
+                queue=route.name,
+            )
+        return chosen
+
+    def check_handler(self, route: Route, handler: Handler) -> None:
+        """Raise for a handler that this backend cannot serve as asked."""
+        batch = handler.metadata.batch_size is not None
+        if batch and not self._can.batch:
+            raise self._unsupported(route.name, "batch_size", "take one message per call")
+        if batch and route.ordered:
+            raise ConfigError(
+                f"{handler.name}: ordered=True hands out one message of a key at a time, which a "
+                "batch cannot; drop ordered or batch_size",
+                queue=route.name,
+            )
+        if batch and route.middleware:
+            raise ConfigError(
+                f"{handler.name}: middleware wraps a single message and this handler takes "
+                "batches; drop the middleware for it, or batch_size",
+                queue=route.name,
+            )
+
+    def check_settings(self) -> None:
+        """Raise for a setting of the whole service that this backend cannot keep."""
+        if self._settings.replicas > 1 and not self._can.replicas:
+            raise ConfigError(
+                f"replicas={self._settings.replicas}: {self._backend} keeps no replicas here; set "
+                "replicas=1, or use a broker that replicates",
+                backend=self._backend,
+                operation="start",
+            )
+
+    def _build(self, channel: Channel[object]) -> Route:
+        settings, options, name = self._settings, channel.options, channel.name
+        for option, (capability, advice) in _NEEDS.items():
+            if options.get(option) and not self._can.supports(capability):
+                raise self._unsupported(name, option, advice)
+        balance = options.get("balance")
+        if balance not in (None, "round_robin") and self._backend not in _BALANCING:
+            raise self._unsupported(
+                name, f"balance={balance!r}", "leave balance out: its consumers take turns"
+            )
+        ordered = options.get("ordered", False)
+        own = self._letters_of(name)
+        topic = options.get("broadcast", False) or not self._can.queues
+        broadcast = topic and own is None
+        retry = options.get("retry", settings.retry)
+        policy = self._policy(channel, retry, inline=ordered or not self._can.delay)
+        lease = options.get("ack_deadline", settings.ack_deadline) if self._can.lease else None
+        handled = self._registry.handles(name)
+        letters = self._dead_letter_spec(channel)
+        return Route(
+            name=name,
+            queue=settings.broker_name(name),
+            broadcast=broadcast,
+            ordered=ordered,
+            ttl=options.get("ttl"),
+            max_priority=self._send_limit(channel),
+            can_delay=bool(self._can.delay),
+            can_expire=bool(self._can.ttl),
+            codec=self.codec(self._registry.body_type(name)),
+            policy=policy,
+            middleware=(*self._middleware, *options.get("middleware", ())),
+            ack_deadline=lease,
+            prefetch=options.get("prefetch"),
+            dead_letter=letters,
+            spec=own
+            or QueueSpec(
+                name=settings.broker_name(name),
+                broadcast=broadcast,
+                dead_letter=letters.name if letters else None,
+                max_priority=options.get("max_priority"),
+                max_depth=options.get("max_depth"),
+                max_deliveries=policy.max_attempts if handled else None,
+                ack_deadline=lease if handled else None,
+                balance=balance if handled else None,
+                replicas=settings.replicas,
+                passive=settings.declare == "passive",
+                consumed=handled,
+            ),
+            counters=self._counters.of(name),
+        )
+
+    def _send_limit(self, channel: Channel[object]) -> int | None:
+        """The highest priority that a send may have, as far as this process can tell.
+
+        On a native directory the owner decides, whose settings may differ.
+        """
+        if not self._can.priority:
+            return None
+        owners = MAX_PRIORITY if self._settings.path is not None else self._settings.max_priority
+        return channel.options.get("max_priority", owners)
+
+    def _policy(
+        self, channel: Channel[object], retry: RetrySettings, *, inline: bool
+    ) -> RetryPolicy:
+        return RetryPolicy(
+            max_attempts=retry.max_attempts if retry.enabled else 1,
+            backoff=Backoff(
+                initial=retry.initial_delay,
+                multiplier=retry.multiplier,
+                maximum=retry.max_delay,
+                jitter=retry.jitter,
+            ),
+            mode="inline" if inline else retry.mode,
+            retry_on=tuple(channel.options.get("retry_on", (Exception,))),
+            dead_on=tuple(channel.options.get("dead_on", ())),
+        )
+
+    def _dead_letter_spec(self, channel: Channel[object]) -> QueueSpec | None:
+        """The queue for a channel's dead letters; a dead-letter queue has none itself."""
+        wanted = channel.options.get("dead_letter", self._settings.dead_letter.enabled)
+        if not wanted or not self._can.dead_letters or self._letters_of(channel.name):
+            return None
+        return self._letters(self._settings.dead_letter_name(channel.name))
+
+    def _letters_of(self, name: str) -> QueueSpec | None:
+        """The declaration of ``name`` if it is itself a dead-letter queue."""
+        suffix = self._settings.dead_letter_name("")
+        return self._letters(name) if name.endswith(suffix) and name != suffix else None
+
+    def _letters(self, name: str) -> QueueSpec:
+        return QueueSpec(
+            name=self._settings.broker_name(name),
+            max_depth=self._settings.dead_letter.max_size,
+            drop_oldest=True,
+            replicas=self._settings.replicas,
+            passive=self._settings.declare == "passive",
+        )
+
+    def _unsupported(self, channel: str, option: str, advice: str) -> Unsupported:
+        return Unsupported(
+            f"channel {channel!r} asks for {option}, which {self._backend} cannot do; {advice}",
+            backend=self._backend,
+            operation="start",
+            queue=channel,
+        )

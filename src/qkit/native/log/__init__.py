@@ -1,0 +1,4 @@
+"""Append-only segments on disk.
+
+May import: ``qkit.errors`` and ``qkit.message``.
+"""

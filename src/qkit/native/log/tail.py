@@ -1,0 +1,196 @@
+"""The end of the log, where records are added: one open segment. Blocking, and without threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from qkit.native.log.disk import Disk
+from qkit.native.log.segment import (
+    CHUNK,
+    HEADER_SIZE,
+    Header,
+    frame,
+    mark,
+    name_of,
+    seal,
+    write_segment,
+    write_whole,
+)
+
+__all__ = ["Position", "Tail"]
+
+Position = tuple[int, int]  # segment and offset of a frame
+
+RUN: Final = 8 * CHUNK  # bytes after which a group is written in a further step
+
+
+class Tail:
+    """Adds batches to the active segment, which it makes, seals and replaces.
+
+    A segment is created by the first write that needs it. ``broken`` is the error of a failed
+    sync (or of a failed write that could not be taken back): from then on nothing is written. What
+    a later fsync would report is no longer about those bytes, so it is never called again.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        log_id: bytes,
+        number: int,
+        *,
+        segment_bytes: int,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._disk = disk
+        self._log_id = log_id
+        self._segment_bytes = segment_bytes
+        self._wall = wall
+        self._fd: int | None = None
+        self._sealed = True
+        self._salt = 0
+        self._offset = 0
+        self._synced = 0
+        self._marked = 0
+        self.number = number  # of the active segment, or of the last one
+        self.full_now = False  # asked for by ``Log.rotate``
+        self.broken: OSError | None = None
+
+    @property
+    def size(self) -> int:
+        """How long the active segment is."""
+        return 0 if self._sealed else self._offset
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was written to the active segment."""
+        return self._sealed or self._offset <= HEADER_SIZE
+
+    def resume(self, header: Header, fd: int, offset: int) -> None:
+        """Go on in a segment whose ``offset`` bytes are on disk."""
+        self._fd, self._salt, self._sealed = fd, header.salt, False
+        self._offset = self._synced = offset
+        self._marked = 0
+        self.number = header.number
+
+    @property
+    def full(self) -> bool:
+        """Whether the next write begins another segment."""
+        return self._sealed or self.full_now or self._offset >= self._segment_bytes
+
+    def write(self, batches: Iterable[Sequence[bytes]]) -> list[Position]:
+        """Hand batches to the operating system; return the place of each one's first record.
+
+        Stops when the segment is full and after some megabytes: the answer is as long as what was
+        written. On an ``OSError`` nothing of it is left in the file.
+        """
+        if self.full:
+            self._rotate()
+        assert self._fd is not None
+        start = offset = self._offset
+        stop = min(start + RUN, self._segment_bytes)
+        number, salt = self.number, self._salt
+        parts: list[bytes] = []
+        synced = self._synced
+        if synced > self._marked:
+            offset = frame((mark(synced, self._wall()),), salt, offset, parts)
+        positions: list[Position] = []
+        for contents in batches:
+            positions.append((number, offset))
+            offset = frame(contents, salt, offset, parts)
+            if offset >= stop:
+                break
+        self._put(parts, start)
+        self._offset, self._marked = offset, synced
+        return positions
+
+    def _put(self, parts: list[bytes], start: int) -> None:
+        assert self._fd is not None
+        try:
+            write_whole(self._disk, self._fd, parts, start)
+        except OSError as error:
+            try:
+                self._disk.truncate(self._fd, start)
+            except OSError:
+                # Frames of the failed write would come back after the next, shorter one.
+                self.broken = error
+            raise
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk."""
+        if self._offset == self._synced:
+            return
+        assert self._fd is not None
+        offset = self._offset
+        self._sync_file(self._fd)
+        self._synced = offset
+
+    def _sync_file(self, fd: int) -> None:
+        try:
+            self._disk.sync(fd)
+        except OSError as error:
+            self.broken = error
+            raise
+
+    def take_back(self, offset: int) -> None:
+        """Cut what a failed sync leaves in doubt, so that a reopened log does not show it."""
+        if self._fd is not None:
+            with suppress(OSError):
+                self._disk.truncate(self._fd, offset)
+
+    def _rotate(self) -> None:
+        """Seal the active segment and begin the next.
+
+        The old one is on disk before the new one exists, whatever the policy: a segment with a
+        successor is complete, and anything else found in it is damage.
+        """
+        if not self._sealed:
+            parts: list[bytes] = []
+            start = self._offset
+            offset = frame((seal(),), self._salt, start, parts)
+            self._put(parts, start)
+            self._offset = offset
+            self._sealed = True
+            self.sync()
+        header = Header(self.number + 1, 0, self._log_id)
+        name, fd, _ = write_segment(self._disk, header, (), sealed=False)
+        try:
+            self._sync_file(fd)
+            self._disk.rename(name, name_of(header.number))
+        except OSError:
+            self._disk.close_file(fd)
+            raise
+        if self._fd is not None:
+            self._disk.close_file(self._fd)
+        self.resume(header, fd, HEADER_SIZE)
+        self.full_now = False
+        try:
+            self._disk.sync_directory()
+        except OSError as error:
+            self.broken = error
+            raise
+
+    def close(self, *, sync: bool) -> None:
+        """Sync and mark the segment as whole, if nothing speaks against it, and close it."""
+        if self._fd is None:
+            return
+        try:
+            if sync and self.broken is None:
+                self.sync()
+                self._mark_end()
+        finally:
+            self._disk.close_file(self._fd)
+            self._fd = None
+
+    def _mark_end(self) -> None:
+        """Prove to the next start that all before was on disk; without space it does without."""
+        if self._sealed or self._synced <= self._marked:
+            return
+        parts: list[bytes] = []
+        offset = frame((mark(self._synced, self._wall()),), self._salt, self._offset, parts)
+        with suppress(OSError):
+            self._put(parts, self._offset)
+            self._offset = offset
+            self.sync()

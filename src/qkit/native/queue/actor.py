@@ -1,0 +1,501 @@
+"""The one owner of a queue's state: its waiting consumers and its one timer.
+
+Everything runs in the engine's event loop and nothing in here awaits between looking at the state
+and changing it, so a queue needs no lock and never waits for another queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from random import Random
+from typing import Any, ClassVar, Final, Protocol
+
+from qkit._internal.clock import Clock
+from qkit.backend import QueueStats
+from qkit.errors import LogDamaged, SubscriptionLost
+from qkit.message import Envelope, Reason
+from qkit.native.config import QueueConfig
+from qkit.native.cross_thread import Gate
+from qkit.native.queue.consumers import Consumer, Consumers
+from qkit.native.queue.dead_message import Dead
+from qkit.native.queue.state import QueueState
+from qkit.native.queue.stored_message import Stored, Waiting
+from qkit.native.queue.wait_list import Line
+
+__all__ = ["Manager", "QueueActor", "envelope_of"]
+
+logger = logging.getLogger("qkit.native")
+
+# For all queues in which nobody ever waited: a queue that is not used should cost little.
+NOBODY: Final = Line(lambda: None)
+
+
+class Manager(Protocol):
+    """What an actor needs of its engine."""
+
+    clock: Clock
+    gate: Gate
+
+    def route(self, actor: QueueActor, dead: list[Dead]) -> None:
+        """Move messages that died to their dead letters; no queue knows another."""
+        ...
+
+    def dropped(self, envelopes: list[Envelope]) -> None:
+        """A full dead-letter queue pushed these out."""
+        ...
+
+
+class Subscriber(Protocol):
+    """An open subscription, as its queue knows it."""
+
+    def listed(self) -> Consumer:
+        """How it is listed among the consumers."""
+        ...
+
+    def refresh(self) -> None:
+        """Leases were lost, or the whole queue."""
+        ...
+
+
+class QueueActor:
+    """A queue, or one group's share of a topic, inside a running engine, in memory."""
+
+    __slots__ = (
+        "_armed_at",
+        "_clock",
+        "_loop",
+        "_manager",
+        "_random",
+        "_seekers",
+        "_timer",
+        "_waiters",
+        "config",
+        "consumers",
+        "gate",
+        "group",
+        "lost",
+        "members",
+        "name",
+        "state",
+        "subscribed",
+    )
+
+    durable: ClassVar[bool] = False
+    """Whether what happens must be awaited until it is written: ``prepare`` and ``written``."""
+
+    def __init__(
+        self,
+        name: str,
+        config: QueueConfig,
+        *,
+        manager: Manager,
+        loop: asyncio.AbstractEventLoop,
+        group: str | None = None,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.config = config
+        self.state = QueueState(
+            name,
+            max_depth=config.max_depth,
+            max_priority=config.max_priority,
+            max_deliveries=config.max_deliveries,
+            drop_oldest=config.drop_oldest,
+        )
+        self.consumers = 0  # open subscriptions, registered consumers, waiting ``consume`` calls
+        self.members: Consumers | None = None  # made with the first that is registered
+        self.subscribed: list[Subscriber] = []
+        self.lost: str | None = None  # why nothing can be received from it any more
+        self.gate = manager.gate
+        self._manager = manager
+        self._clock = manager.clock
+        self._loop = loop
+        self._waiters = NOBODY  # consumers that wait for a message
+        self._seekers = NOBODY  # senders that wait for room
+        self._random: Random | None = Random() if config.balance == "random" else None
+        self._timer: asyncio.TimerHandle | None = None
+        self._armed_at = float("inf")
+
+    def reconfigure(self, config: QueueConfig) -> None:
+        """Take over other limits; what is in the queue stays."""
+        self.config = config
+        self._random = Random() if config.balance == "random" else None
+        self.state.limit(
+            max_depth=config.max_depth,
+            max_priority=config.max_priority,
+            max_deliveries=config.max_deliveries,
+            drop_oldest=config.drop_oldest,
+        )
+        self.offer()
+
+    # Messages
+
+    def targets(
+        self, headers: dict[str, str] | None
+    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+        """Who gets a message with these headers, and with which ones."""
+        return (self,), headers
+
+    def put(
+        self,
+        now: float,
+        id: str,
+        body: bytes | None,
+        headers: dict[str, str] | None = None,
+        key: str | None = None,
+        priority: int | None = None,
+        due: float | None = None,
+        expires: float | None = None,
+        seq: int = 0,
+    ) -> int | None:
+        """Add a message and wake a consumer for it; see ``QueueState.put``."""
+        state = self.state
+        position = state.put(now, id, body, headers, key, priority, due, expires, seq)
+        if state.evicted:
+            evicted, state.evicted = state.evicted, ()
+            self._evict(evicted)
+        if self._waiters.places and position is not None:
+            self.wake()
+        if due is not None or expires is not None:
+            self._rearm()
+        return position
+
+    def claim(
+        self, now: float, limit: int, lease: float, consumer: str | None = None
+    ) -> list[Stored]:
+        """Lease what is ready; see ``QueueState.claim``."""
+        state, waiters = self.state, self._waiters
+        if limit > 1 and (waiters.places or waiters.called):
+            # Others wait as well: leave them their share of what is there.
+            waiting = 1 + len(waiters.called) + len(waiters.places)
+            limit = min(limit, max(1, -(-state.ready // waiting)))
+        claimed = state.claim(now, limit, lease, consumer)
+        if claimed and now + lease < self._armed_at:
+            self._arm(now + lease)
+        if state.dead:  # their time to live ran out
+            self._bury(state.take_dead())
+        if waiters.places:
+            # Whoever is woken takes what it can and wakes the next one for the rest, so that as
+            # long as messages are ready and consumers parked, a wake-up is under way.
+            self.nudge()
+        return claimed
+
+    async def prepare(self, claimed: list[Stored]) -> list[Stored]:
+        """Wait until claimed messages may be handed out; those that can be."""
+        return claimed
+
+    async def written(self) -> None:
+        """Wait until a crash of this process cannot undo what happened so far."""
+
+    def ack(self, token: int) -> Stored:
+        """The work is done: forget the message; see ``QueueState.ack``."""
+        message = self.state.ack(token)
+        if self._seekers.places or self.members is not None:
+            self._freed()
+        return message
+
+    def release(
+        self,
+        token: int,
+        delay: float = 0.0,
+        *,
+        count_attempt: bool = True,
+        headers: dict[str, str] | None = None,
+    ) -> bool:
+        """Give a held message back; see ``QueueState.release``."""
+        alive = self.state.release(
+            self._clock.monotonic(), token, delay, count_attempt=count_attempt, headers=headers
+        )
+        self._distribute(self.state.take_dead())
+        self._rearm()
+        return alive
+
+    def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
+        """Send a held message to the dead letters."""
+        self.state.reject(token, reason, error)
+        self._distribute(self.state.take_dead())
+
+    def extend(self, token: int, seconds: float) -> None:
+        """Move the end of a lease; see ``QueueState.extend``."""
+        now = self._clock.monotonic()
+        self.state.extend(now, token, seconds)
+        if now + seconds < self._armed_at:
+            self._arm(now + seconds)
+
+    def abandon(self, tokens: Iterable[int]) -> None:
+        """The consumer of these deliveries is gone; see ``QueueState.abandon``."""
+        self._distribute(self.state.abandon(self._clock.monotonic(), tokens))
+
+    def remove(self, ids: Collection[str]) -> int:
+        """Forget messages by their ids; see ``QueueState.remove``."""
+        removed = self.state.remove(ids)
+        self.forget(removed)
+        self._freed()
+        return len(removed)
+
+    def purge(self) -> int:
+        """Forget every message that no consumer holds; return how many."""
+        removed = self.state.purge()
+        self.forget(removed)
+        self._freed()
+        return len(removed)
+
+    # What a durable queue does more
+
+    def rest(self, messages: Sequence[Stored]) -> None:
+        """These wait again, for their leases ended."""
+
+    def forget(self, messages: Sequence[Waiting]) -> None:
+        """These have left the queue for good."""
+
+    def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:
+        """A message has left the queue, and its dead letter enters another."""
+        target.put(self._clock.monotonic(), letter.id, letter.body, letter.headers, letter.key)
+
+    def envelope(self, message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+        """A message as it leaves the engine; see ``envelope_of``."""
+        return envelope_of(message, offset, not_before)
+
+    def _evict(self, messages: Sequence[Stored]) -> None:
+        offset = self._clock.time() - self._clock.monotonic()
+        envelopes: list[Envelope] = []
+        for message in messages:
+            try:
+                envelopes.append(self.envelope(message, offset))
+            except LogDamaged:
+                logger.exception("a message that was pushed out cannot be read")
+        self.forget(messages)
+        self._manager.dropped(envelopes)
+
+    def _bury(self, dead: list[Dead]) -> None:
+        self._manager.route(self, dead)
+        self._freed()
+
+    # Looking
+
+    def peek(self, limit: int) -> list[Envelope]:
+        """The next messages in order of delivery; see ``QueueState.peek``."""
+        self._distribute(self.state.advance(self._clock.monotonic()))
+        offset = self._clock.time() - self._clock.monotonic()
+        return [
+            self.envelope(message, offset, None if due is None else due + offset)
+            for message, due in self.state.peek(limit)
+        ]
+
+    def stats(self) -> QueueStats:
+        """The queue's figures now."""
+        state, now = self.state, self._clock.monotonic()
+        self._distribute(state.advance(now))
+        since = state.oldest_since()
+        return QueueStats(
+            queue=self.name,
+            depth=state.ready,
+            in_flight=state.in_flight,
+            scheduled=state.scheduled,
+            consumers=self.consumers,
+            published_total=state.published,
+            consumed_total=state.claimed,
+            acked_total=state.acked,
+            nacked_total=state.released,
+            dead_lettered_total=state.dead_lettered,
+            dropped_total=state.dropped,
+            avg_wait_time_ms=(
+                1000 * state.waited / state.first_claimed if state.first_claimed else None
+            ),
+            oldest_message_age_secs=None if since is None else max(0.0, now - since),
+        )
+
+    def _distribute(self, dead: list[Dead]) -> None:
+        """Route the dead, and wake consumers for what became ready."""
+        if self.state.returned:
+            returned, self.state.returned = self.state.returned, []
+            self.rest(returned)
+        if dead:
+            self._bury(dead)
+        elif self.members is not None:
+            self._freed()
+        for _ in range(min(self.state.ready, len(self._waiters.places))):
+            self.wake()
+
+    @property
+    def backlog(self) -> int:
+        """How many messages wait for consumers that are there."""
+        return self.state.ready if self.consumers else 0
+
+    # Senders that wait for room
+
+    async def room(self, timeout: float | None) -> None:
+        """Wait until the queue has room for a message, or for ``timeout`` seconds.
+
+        First come, first served among those who wait; a send that does not wait takes any place it
+        finds. Who returns puts its message before it awaits anything, and then calls ``offer``:
+        perhaps it did not need the place.
+        """
+        place = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while self.lost is None and (self.state.full if place else self.crowded):
+                    waiter = self._loop.create_future()
+                    if self._seekers is NOBODY:
+                        self._seekers = Line(self.offer)
+                    place = await self._seekers.wait(waiter, place=place)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether every free place is meant for somebody who waited for it."""
+        return self.state.free <= len(self._seekers.called)
+
+    def offer(self) -> None:
+        """Let those in who wait for room, as many as there are places for."""
+        while self._seekers.places and not self.crowded:
+            self._seekers.call()
+
+    def _freed(self) -> None:
+        """Messages were settled or went: there may be room for others."""
+        self.offer()
+        if self.members is not None:
+            self.members.freed()
+
+    # Parked consumers
+
+    def park(
+        self, waiter: asyncio.Future[None], consumer: str | None = None, *, place: int = 0
+    ) -> Coroutine[Any, Any, int]:
+        """Wait until a message may be ready; safe to cancel. Who returns claims at once.
+
+        When another consumer was quicker, the returned ``place`` is where to wait on.
+        """
+        if self._waiters is NOBODY:
+            self._waiters = Line(self.nudge)
+        return self._waiters.wait(waiter, consumer, place)
+
+    def unpark(self, waiter: asyncio.Future[None]) -> None:
+        """Wake this waiter although there may be nothing for it."""
+        self._unpark(lambda entry: entry[1] is waiter)
+
+    def dismiss(self, consumer: str) -> None:
+        """Wake all who wait in this name: it is not registered any more."""
+        self._unpark(lambda entry: entry[2] == consumer)
+
+    def _unpark(
+        self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
+    ) -> None:
+        places = self._waiters.places
+        for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
+            self._waiters.call(at)
+
+    @property
+    def woken(self) -> bool:
+        """Whether a parked consumer was told to look and has not come to it yet."""
+        return bool(self._waiters.called)
+
+    def wake(self) -> None:
+        """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
+        while self._waiters.places and not self._waiters.call(self._choose()):
+            pass  # that one was just cancelled
+
+    def _choose(self) -> int:
+        places = self._waiters.places
+        if len(places) == 1 or self.config.balance == "round_robin":
+            return 0
+        if self._random is not None:
+            return self._random.randrange(len(places))
+        # Whoever was called will hold one more.
+        coming = Counter(self._waiters.called.values())
+        loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
+        return loads.index(min(loads))
+
+    def registered(self, consumer: str | None) -> Consumers | None:
+        """The registered consumers if this is one of them: then it may hold so much only."""
+        members = self.members
+        return members if members is not None and consumer in members else None
+
+    def nudge(self) -> None:
+        """Pass a wake-up on: let a parked consumer look if there is anything for it."""
+        if self.state.ready:
+            self.wake()
+
+    def check_lost(self, operation: str) -> None:
+        """Raise ``SubscriptionLost`` if the queue was deleted or the engine closed."""
+        if self.lost is not None:
+            raise SubscriptionLost(
+                self.lost, backend="native", operation=operation, queue=self.name
+            )
+
+    def close(self, reason: str) -> None:
+        """Stop the timer and let every parked consumer go; ``reason`` says why."""
+        self.lost = reason
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._armed_at = float("-inf")  # so that nothing arms it again
+        for subscriber in tuple(self.subscribed):
+            subscriber.refresh()
+        if self.members is not None:
+            self.members.close()
+        self._seekers.call_all()
+        self._waiters.call_all()
+
+    # Time
+
+    def _arm(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_at = due
+        self._timer = self._loop.call_at(due, self._fire)
+
+    def _rearm(self) -> None:
+        due = self.state.next_due()
+        if due is not None and due < self._armed_at:
+            self._arm(due)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._armed_at = float("-inf")  # nothing arms it until it has been dealt with
+        now = self._clock.monotonic()
+        try:
+            self._distribute(self.state.advance(now))
+        except BaseException:
+            self._armed_at = float("inf")
+            self._rearm()
+            raise
+        lease = self.state.next_lease()
+        if lease is not None and lease <= now:
+            # The loop may have been blocked past the end of the lease. Two passes let the
+            # renewals and acks that waited run first: timers, then the tasks they woke. A lease
+            # is lost only here; comparing clocks in ``ack`` would refuse work that is done.
+            self._loop.call_soon(self._loop.call_soon, self._expire)
+        else:
+            self._armed_at = float("inf")
+            self._rearm()
+
+    def _expire(self) -> None:
+        if self.lost is not None:
+            return
+        in_flight = self.state.in_flight
+        try:
+            self._distribute(self.state.expire(self._clock.monotonic()))
+        finally:
+            self._armed_at = float("inf")
+            self._rearm()
+        if self.state.in_flight < in_flight:
+            for subscriber in tuple(self.subscribed):
+                subscriber.refresh()
+
+
+def envelope_of(message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+    """A stored message as it leaves the engine; ``offset`` is wall time less monotonic time."""
+    return Envelope(
+        message.id,
+        message.body or b"",
+        dict(message.headers) if message.headers else {},
+        message.key,
+        message.priority,
+        not_before,
+        None if message.expires is None else message.expires + offset,
+        message.attempt,
+    )

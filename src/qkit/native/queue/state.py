@@ -1,0 +1,637 @@
+"""The state of one queue, sans-IO: plain data, and every method is told the time.
+
+``now``, ``due`` and ``expires`` are monotonic seconds. Nothing here waits, wakes, logs or knows
+another queue: whoever owns a state collects the messages that died (``dead``) and routes them,
+so durability can be put around it without touching its rules.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from typing import Final
+
+from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueError, QueueFull
+from qkit.message import Reason
+from qkit.native.queue.dead_message import Dead, LeaseExpired, TimeToLiveExpired
+from qkit.native.queue.schedule import Agenda
+from qkit.native.queue.stored_message import (
+    COMPACT_ABOVE,
+    GONE,
+    READY,
+    SCHEDULED,
+    Fresh,
+    ReadyBuckets,
+    Stored,
+    TaggedStored,
+    Waiting,
+)
+
+__all__ = ["DEFAULT_PRIORITY", "QueueState"]
+
+DEFAULT_PRIORITY: Final = 5
+NOTHING: Final = Agenda()  # shared by all queues that never had anything in theirs
+TICK: Final = 0.001  # how exact ``since`` is; messages of one tick share one float
+
+
+class QueueState:
+    """Ready, scheduled and in-flight messages of one queue.
+
+    >>> queue = QueueState("orders")
+    >>> queue.put(0.0, "a", b"first"), queue.put(0.0, "b", b"urgent", priority=9)
+    (0, 0)
+    >>> [message.id for message in queue.claim(1.0, limit=2, lease=30.0)]
+    ['b', 'a']
+    """
+
+    __slots__ = (
+        "_busy",
+        "_default_priority",
+        "_drop_oldest",
+        "_ends",
+        "_expiries",
+        "_held_by",
+        "_latest",
+        "_leases",
+        "_max_deliveries",
+        "_max_depth",
+        "_max_priority",
+        "_next",
+        "_ready",
+        "_reserved",
+        "_room",
+        "_scheduled",
+        "_scheduled_live",
+        "_size",
+        "_strays",
+        "_tick",
+        "acked",
+        "claimed",
+        "dead",
+        "dead_lettered",
+        "dropped",
+        "evicted",
+        "first_claimed",
+        "name",
+        "published",
+        "released",
+        "returned",
+        "waited",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_depth: int = 100_000,
+        max_priority: int = 9,
+        max_deliveries: int | None = None,
+        drop_oldest: bool = False,
+    ) -> None:
+        self.name = name
+        self._reserved = 0  # places of messages on their way to the disk
+        self.limit(
+            max_depth=max_depth,
+            max_priority=max_priority,
+            max_deliveries=max_deliveries,
+            drop_oldest=drop_oldest,
+        )
+        self.dead: list[Dead] = []  # collected and emptied by the owner, and so are the next
+        self.evicted: Sequence[Stored] = ()  # the oldest of a full queue, pushed out
+        self.returned: list[Stored] = []  # held until their lease ended
+
+        self._size = 0
+        self._next = 0  # the last delivery's token
+        self._tick = float("-inf")
+        self._ready = ReadyBuckets()
+        self._scheduled = NOTHING
+        self._scheduled_live = 0
+        self._expiries = NOTHING
+        # Leases by token, in the order in which they end. Nearly all are of one length, so that a
+        # new or renewed one goes to the end; the few that do not fit in have a heap.
+        self._leases: dict[int, Stored] = {}
+        self._latest = float("-inf")  # when the last of them ends
+        self._strays: dict[int, Stored] = {}
+        self._ends: list[tuple[float, int]] = []  # at least one entry for each stray
+        self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
+        self._busy: dict[str, int] = {}  # how many messages each of them holds
+
+        self.published = 0
+        self.claimed = 0
+        self.first_claimed = 0
+        self.acked = 0
+        self.released = 0
+        self.dead_lettered = 0
+        self.dropped = 0
+        self.waited = 0.0  # seconds between ready and first delivery, summed
+
+    def limit(
+        self, *, max_depth: int, max_priority: int, max_deliveries: int | None, drop_oldest: bool
+    ) -> None:
+        """Set the limits for what comes; what is in the queue stays."""
+        self._max_depth = max_depth
+        self._room = max_depth - self._reserved
+        self._max_priority = max_priority
+        self._default_priority = min(DEFAULT_PRIORITY, max_priority)
+        self._max_deliveries = max_deliveries
+        self._drop_oldest = drop_oldest
+
+    # Figures
+
+    @property
+    def ready(self) -> int:
+        """Messages that could be claimed now."""
+        return self._size - self._scheduled_live - len(self._leases) - len(self._strays)
+
+    @property
+    def scheduled(self) -> int:
+        """Messages that wait for their time."""
+        return self._scheduled_live
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that a consumer holds."""
+        return len(self._leases) + len(self._strays)
+
+    @property
+    def full(self) -> bool:
+        """Whether a message would find no room."""
+        return self._size >= self._room and not self._drop_oldest
+
+    @property
+    def free(self) -> int:
+        """For how many messages there is room."""
+        return sys.maxsize if self._drop_oldest else self._room - self._size
+
+    def holds(self, token: int) -> bool:
+        """Whether the delivery ``token`` still owns its message."""
+        return token in self._leases or token in self._strays
+
+    def held(self) -> Iterator[Stored]:
+        """Every message that a consumer holds."""
+        yield from self._leases.values()
+        yield from self._strays.values()
+
+    def lease(self, token: int) -> Stored | None:
+        """The message that a delivery holds, if it still does."""
+        return self._leases.get(token) or self._strays.get(token)
+
+    def priority(self, wanted: int | None) -> int:
+        """The priority that a message gets."""
+        return self._default_priority if wanted is None else wanted
+
+    def busy(self, consumer: str | None) -> int:
+        """How many messages the consumer of that name holds."""
+        return self._busy.get(consumer, 0) if consumer is not None else 0
+
+    def held_by(self, consumer: str) -> list[int]:
+        """The deliveries that the consumer of that name holds."""
+        return [token for token, name in self._held_by.items() if name == consumer]
+
+    def oldest_since(self) -> float | None:
+        """When the oldest ready message became ready."""
+        return self._ready.oldest_since()
+
+    # Arrivals
+
+    def put(
+        self,
+        now: float,
+        id: str,
+        body: bytes | None,
+        headers: dict[str, str] | None = None,
+        key: str | None = None,
+        priority: int | None = None,
+        due: float | None = None,
+        expires: float | None = None,
+        seq: int = 0,
+    ) -> int | None:
+        """Add a message; return how many are ahead of it, ``None`` while it is delayed.
+
+        Raises ``InvalidPriority``, or ``QueueFull`` unless the queue drops its oldest.
+        """
+        if priority is None:
+            priority = self._default_priority
+        elif not 0 <= priority <= self._max_priority and not seq:
+            self.check(id, priority)
+        if self._size >= self._room:
+            if not seq:  # what has a number was accepted, perhaps under other limits
+                self.check(id, priority)
+            if self._drop_oldest:
+                self._make_room()
+        if now - self._tick >= TICK:
+            self._tick = now
+        self._size += 1
+        self.published += 1
+        fresh = (id, body, headers, self._tick, seq)
+        if key is None and expires is None and due is None:
+            return self._ready.append(fresh, priority)
+        message = self._stored(fresh, priority, key, expires)
+        if due is not None and due > now:
+            self._schedule(message, due)
+            return None
+        return self._ready.append(message, priority)
+
+    def _stored(
+        self, fresh: Fresh, priority: int, key: str | None, expires: float | None
+    ) -> Stored:
+        if key is None and expires is None:
+            return Stored(fresh, priority)
+        message = TaggedStored(fresh, priority)
+        message.key = key
+        message.expires = expires
+        if expires is not None:
+            if self._expiries is NOTHING:
+                self._expiries = Agenda()
+            self._expiries.add(expires, message)
+        return message
+
+    def restore(
+        self,
+        now: float,
+        fresh: Fresh,
+        *,
+        priority: int,
+        key: str | None,
+        due: float | None,
+        expires: float | None,
+        attempt: int,
+    ) -> Stored | None:
+        """Take a message back from a log, in order of arrival; limits do not hold here.
+
+        What was delivered before comes back as a ``Stored``, ready or scheduled.
+        """
+        self._size += 1
+        if not attempt and key is None and expires is None and due is None:
+            self._ready.append(fresh, priority)
+            return None
+        message = self._stored(fresh, priority, key, expires)
+        message.attempt = attempt
+        if attempt:
+            self._next = message.sequence = self._next + 1
+        if due is not None and due > now:
+            self._schedule(message, due)
+        elif attempt:
+            self._ready.put_back(message)
+        else:
+            self._ready.append(message, priority)
+        return message
+
+    def reserve(self, id: str, priority: int | None) -> None:
+        """Keep a place for a message that is on its way to the disk, or raise as ``put`` does."""
+        if self._size >= self._room or priority is not None:
+            self.check(id, priority)
+        self._reserved += 1
+        self._room -= 1
+
+    def unreserve(self) -> None:
+        """The message is about to be put, or will not come."""
+        self._reserved -= 1
+        self._room += 1
+
+    def check(self, id: str, priority: int | None) -> None:
+        """Raise what ``put`` would raise for such a message."""
+        if priority is not None and not 0 <= priority <= self._max_priority:
+            raise InvalidPriority(
+                f"priority {priority!r} is outside this queue's range 0–{self._max_priority}",
+                operation="publish",
+                queue=self.name,
+                message_id=id,
+            )
+        if self._size >= self._room and not self._drop_oldest:
+            raise QueueFull(
+                f"the queue holds {self._size + self._reserved} messages of at most "
+                f"{self._max_depth}: consume or purge some, or raise max_depth",
+                operation="publish",
+                queue=self.name,
+                message_id=id,
+            )
+
+    def _make_room(self) -> None:
+        oldest = self._ready.pop_oldest()
+        if oldest is None and self._scheduled_live:
+            oldest = next(message for _, message in self._scheduled)
+            self._remove_waiting(oldest)
+        if oldest is not None:  # else consumers hold every one: one over the limit, then
+            self._leave(oldest)
+            self.dropped += 1
+            self.evicted = [*self.evicted, oldest]
+
+    def _schedule(self, message: Stored, due: float) -> None:
+        message.state = SCHEDULED
+        self._scheduled_live += 1
+        if self._scheduled is NOTHING:
+            self._scheduled = Agenda()
+        self._scheduled.add(due, message)
+
+    def _back_to_ready(self, message: Stored) -> None:
+        message.state = READY
+        self._ready.put_back(message)
+
+    # Deliveries
+
+    def claim(
+        self, now: float, limit: int, lease: float, consumer: str | None = None
+    ) -> list[Stored]:
+        """Lease up to ``limit`` messages; each one's ``state`` is its delivery's token.
+
+        The attempt is counted here, before any handler runs, so that a message that kills its
+        consumer is counted too. An expired message is never handed out.
+        """
+        if self._scheduled_live or self._expiries.heap:
+            self._advance(now)
+        deadline = now + lease
+        leases = self._leases
+        if deadline >= self._latest or not leases:
+            self._latest = deadline
+        else:
+            leases = self._strays
+        pop = self._ready.pop
+        claimed: list[Stored] = []
+        while limit > 0 and (message := pop()) is not None:
+            limit -= 1
+            self._next = token = self._next + 1
+            if not message.sequence:
+                message.sequence = token
+                self.first_claimed += 1
+                self.waited += now - message.since
+            message.attempt += 1
+            message.state = token
+            message.deadline = deadline
+            leases[token] = message
+            if consumer is not None:
+                self._held_by[token] = consumer
+            claimed.append(message)
+        if claimed:
+            if consumer is not None:
+                self._busy[consumer] = self._busy.get(consumer, 0) + len(claimed)
+            self.claimed += len(claimed)
+            if leases is self._strays:
+                self._enter_ends(claimed)
+        return claimed
+
+    def _enter_ends(self, strays: Iterable[Stored]) -> None:
+        for message in strays:
+            heappush(self._ends, (message.deadline, message.state))
+        if len(self._ends) > 2 * len(self._strays) + COMPACT_ABOVE:
+            # Taking each out when its delivery is settled would be O(n); waiting for its time
+            # would keep a whole lease's worth of settled deliveries.
+            self._ends = [(lease.deadline, token) for token, lease in self._strays.items()]
+            heapify(self._ends)
+
+    def ack(self, token: int) -> Stored:
+        """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
+        message = self._leases.pop(token, None)
+        if message is None or self._held_by:
+            message = self._take(token, "ack", message)
+        message.state = GONE
+        self._size -= 1
+        self.acked += 1
+        if message.expires is not None:
+            self._expiries.outdate()
+        return message
+
+    def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
+        """Give up on a held message: it joins the dead."""
+        message = self._take(token, "nack")
+        self.released += 1
+        self._bury(message, reason, error)
+
+    def release(
+        self,
+        now: float,
+        token: int,
+        delay: float = 0.0,
+        *,
+        count_attempt: bool = True,
+        headers: dict[str, str] | None = None,
+    ) -> bool:
+        """Give a held message back, at once or after ``delay`` seconds.
+
+        Without ``count_attempt`` its next delivery has the same number as this one. ``headers``,
+        if given, replace its own. Its time to live may have run out meanwhile: then it dies, and
+        the answer is false.
+        """
+        message = self._take(token, "release")
+        self.released += 1
+        if not count_attempt:
+            message.attempt -= 1
+        if headers is not None:
+            message.headers = headers or None
+        if message.expires is not None and message.expires <= now:
+            self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+            return False
+        if delay > 0:
+            self._schedule(message, now + delay)
+        else:
+            self._back_to_ready(message)
+        return True
+
+    def extend(self, now: float, token: int, seconds: float) -> None:
+        """Move the end of a lease to ``seconds`` from now."""
+        message = self._leases.pop(token, None) or self._strays.pop(token, None)
+        if message is None:
+            raise self._not_held(token, "extend")
+        message.deadline = deadline = now + seconds
+        if deadline >= self._latest or not self._leases:
+            self._latest = deadline
+            self._leases[token] = message
+        else:
+            self._strays[token] = message
+            self._enter_ends((message,))
+
+    def _take(self, token: int, operation: str, message: Stored | None = None) -> Stored:
+        message = message or self._leases.pop(token, None) or self._strays.pop(token, None)
+        if message is None:
+            raise self._not_held(token, operation)
+        consumer = self._held_by.pop(token, None)
+        if consumer is not None:
+            self._busy[consumer] -= 1
+            if not self._busy[consumer]:
+                del self._busy[consumer]
+        return message
+
+    def _not_held(self, token: int, operation: str) -> QueueError:
+        if 0 < token <= self._next:
+            return AckDeadlineExceeded(
+                "the lease of this delivery is lost, the message may be with another consumer: "
+                "extend the lease while working, or raise ack_deadline",
+                operation=operation,
+                queue=self.name,
+            )
+        return MessageNotFound(
+            "this queue gave out no such delivery", operation=operation, queue=self.name
+        )
+
+    # Time
+
+    def expire(self, now: float) -> list[Dead]:
+        """Do all that is due, expired leases included; return the dead, for routing."""
+        self._advance(now)
+        ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
+        for token, message in self._leases.items():
+            if message.deadline > now:
+                break
+            ended.append(token)
+        while (end := self._next_stray()) is not None and end[0] <= now:
+            ended.append(heappop(self._ends)[1])
+        for token in ended:
+            self._expire(now, token, "expired")
+        return self.take_dead()
+
+    def abandon(self, now: float, tokens: Iterable[int]) -> list[Dead]:
+        """The consumer of these deliveries is gone: their leases end now; return the dead."""
+        for token in tokens:
+            if self.holds(token):
+                self._expire(now, token, "ended with its consumer")
+        return self.take_dead()
+
+    def condemn(self, message: Stored) -> None:
+        """A restored message had been handed out for the last time when the engine stopped."""
+        self._remove_waiting(message)
+        self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, "ended by a stop"))
+
+    def lose(self, token: int) -> None:
+        """A held message cannot be read any more: forget it."""
+        self._leave(self._take(token, "lose"))
+        self.dropped += 1
+
+    def _spent(self, message: Stored, how: str) -> LeaseExpired:
+        return LeaseExpired(
+            f"the lease of delivery {message.attempt} of {self._max_deliveries} {how}: "
+            "the handler crashed, hung or outran ack_deadline"
+        )
+
+    def _expire(self, now: float, token: int, how: str) -> None:
+        consumer = self._held_by.get(token)
+        message = self._take(token, "expire")
+        if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
+            last = f", last with consumer {consumer}" if consumer else ""
+            self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, how + last))
+        elif message.expires is not None and message.expires <= now:
+            self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+        else:
+            self._back_to_ready(message)
+            self.returned.append(message)
+
+    def advance(self, now: float) -> list[Dead]:
+        """Do what is due except expiring leases; return the dead, for routing."""
+        self._advance(now)
+        return self.take_dead()
+
+    def take_dead(self) -> list[Dead]:
+        """Hand over the messages that died since the last call."""
+        dead, self.dead = self.dead, []
+        return dead
+
+    def next_due(self) -> float | None:
+        """When ``expire`` has something to do next; perhaps a little early, never late."""
+        dues = (self._scheduled.first(), self._expiries.first(), self.next_lease())
+        return min((due for due in dues if due is not None), default=None)
+
+    def next_lease(self) -> float | None:
+        """When a lease ends next."""
+        stray = self._next_stray()
+        for message in self._leases.values():
+            return message.deadline if stray is None else min(message.deadline, stray[0])
+        return None if stray is None else stray[0]
+
+    def _next_stray(self) -> tuple[float, int] | None:
+        ends, strays = self._ends, self._strays
+        while ends:
+            at, token = ends[0]
+            lease = strays.get(token)
+            if lease is not None and lease.deadline == at:
+                return ends[0]
+            heappop(ends)
+        return None
+
+    def _advance(self, now: float) -> None:
+        while (message := self._scheduled.pop_due(now)) is not None:
+            self._scheduled_live -= 1
+            if message.sequence:
+                self._back_to_ready(message)
+            else:  # delayed at its send: it takes its place among those that arrive now
+                message.state = READY
+                message.since = now
+                self._ready.append(message, message.priority)
+        while (message := self._expiries.pop_due(now)) is not None:
+            if message.state <= READY:  # one in flight is looked at when it is given back
+                self._remove_waiting(message)
+                self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+
+    # Departures
+
+    def _leave(self, message: Stored) -> None:
+        message.state = GONE
+        self._size -= 1
+        if message.expires is not None:
+            self._expiries.outdate()
+
+    def _bury(self, message: Stored, reason: Reason, error: Exception | None) -> None:
+        self._leave(message)
+        self.dead.append(Dead(message, reason, error))
+
+    def _remove_waiting(self, message: Stored) -> None:
+        """Take a ready or scheduled message out of its place, leaving a stale entry."""
+        was_scheduled = message.state == SCHEDULED
+        message.state = GONE
+        if was_scheduled:
+            self._scheduled_live -= 1
+            self._scheduled.outdate()
+        else:
+            self._ready.discard(message)
+
+    # Administration
+
+    def waiting(self) -> Iterator[tuple[Stored, float | None]]:
+        """Ready messages in order of delivery, then scheduled ones with the time they are due."""
+        for message in self._ready:
+            yield message, None
+        for due, message in self._scheduled:
+            yield message, due
+
+    def peek(self, limit: int) -> list[tuple[Stored, float | None]]:
+        """The first ``limit`` of ``waiting()``."""
+        return list(islice(self.waiting(), limit))
+
+    def purge(self) -> list[Waiting]:
+        """Forget every message that no consumer holds; return them, in no order."""
+        removed = self._ready.clear() + [message for _, message in self._scheduled]
+        for entry in removed:
+            if not isinstance(entry, tuple):
+                entry.state = GONE
+        self._scheduled.rebuild()
+        self._scheduled_live = 0
+        self._expiries.rebuild()
+        self._size -= len(removed)
+        return removed
+
+    def remove(self, ids: Collection[str]) -> list[Stored]:
+        """Forget a message for each of these ids unless a consumer holds it; return them.
+
+        Of several with one id the first goes: an id that is named twice takes two.
+        """
+        wanted = Counter(ids)
+        found = self._ready.take(wanted)
+        for _, message in list(self._scheduled):
+            if wanted[message.id] > 0:
+                wanted[message.id] -= 1
+                self._remove_waiting(message)
+                found.append(message)
+        for message in found:
+            self._leave(message)
+        return found
+
+    def everything(self) -> Iterator[Stored]:
+        """Every message, held ones included."""
+        for message, _ in self.waiting():
+            yield message
+        yield from self.held()
+
+
+def _expired(message: Stored) -> TimeToLiveExpired:
+    return TimeToLiveExpired(f"time to live ran out after {message.attempt} deliveries")

@@ -1,0 +1,142 @@
+"""A topic of the native engine: every group that was ever declared receives its own copy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+
+from qkit.backend import QueueStats
+from qkit.message import GROUP, Envelope
+from qkit.native.config import QueueConfig
+from qkit.native.queue.actor import QueueActor
+
+__all__ = ["Topic"]
+
+
+class Topic:
+    """Groups, each an actor of its own, that share the bodies of their messages."""
+
+    __slots__ = ("_new_group", "config", "groups", "name", "number")
+
+    def __init__(
+        self,
+        name: str,
+        config: QueueConfig,
+        new_group: Callable[[Topic, str], QueueActor],
+        number: int = 0,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.number = number  # in the log of a durable engine
+        self.groups: dict[str, QueueActor] = {}
+        self._new_group = new_group
+
+    def group(self, name: str) -> QueueActor:
+        """The actor of a group, which receives from the first call on."""
+        actor = self.groups.get(name)
+        if actor is None:
+            actor = self.groups[name] = self._new_group(self, name)
+        return actor
+
+    def reconfigure(self, config: QueueConfig) -> None:
+        """Take over other limits, in every group."""
+        self.config = config
+        for actor in self.groups.values():
+            actor.reconfigure(config)
+
+    def put(
+        self,
+        now: float,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None = None,
+        key: str | None = None,
+        priority: int | None = None,
+        due: float | None = None,
+        expires: float | None = None,
+    ) -> None:
+        """Add a copy to every group, or only to the one that the header ``qkit-group`` names.
+
+        Either every group takes its copy or none does: a group that is full holds the topic up,
+        because a send that some groups never see was not accepted.
+        """
+        actors, headers = self.targets(headers)
+        for actor in actors:
+            actor.state.check(id, priority)
+        for actor in actors:
+            actor.put(now, id, body, headers, key, priority, due, expires)
+
+    def targets(
+        self, headers: dict[str, str] | None
+    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+        """Who gets a message with these headers, and with which ones."""
+        if headers is None or GROUP not in headers:
+            return list(self.groups.values()), headers
+        # A replayed dead letter. The group is made if need be: the letter will be deleted.
+        rest = {name: value for name, value in headers.items() if name != GROUP}
+        return [self.group(headers[GROUP])], rest
+
+    async def room(self, timeout: float | None) -> None:
+        """Wait until every group has room, or for ``timeout`` seconds; see ``QueueActor.room``.
+
+        Whoever finds a second group full after the first has made room waits there anew.
+        """
+        waited = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while (actor := self._without_room(waited)) is not None:
+                    await actor.room(None)
+                    actor.offer()  # it takes no place here before there is one everywhere
+                    waited = True
+
+    def _without_room(self, waited: bool) -> QueueActor | None:
+        for actor in self.groups.values():
+            if actor.lost is None and (actor.state.full if waited else actor.crowded):
+                return actor
+        return None
+
+    def offer(self) -> None:
+        """Let those in who wait for room in any group."""
+        for actor in self.groups.values():
+            actor.offer()
+
+    @property
+    def backlog(self) -> int:
+        """The longest backlog of a group."""
+        return max((actor.backlog for actor in self.groups.values()), default=0)
+
+    def close(self, reason: str) -> None:
+        """Close every group."""
+        for actor in self.groups.values():
+            actor.close(reason)
+
+    def stats(self) -> QueueStats:
+        """The figures of all groups together: sums, the mean wait and the oldest age."""
+        figures = [actor.stats() for actor in self.groups.values()]
+        if not figures:
+            return QueueStats(queue=self.name, depth=0, in_flight=0, scheduled=0, consumers=0)
+        waited = sum(actor.state.waited for actor in self.groups.values())
+        delivered = sum(actor.state.first_claimed for actor in self.groups.values())
+        ages = [item.oldest_message_age_secs for item in figures]
+        summed = {
+            item.name: sum(getattr(figure, item.name) for figure in figures)
+            for item in fields(QueueStats)
+            if item.name not in {"queue", "avg_wait_time_ms", "oldest_message_age_secs"}
+        }
+        return QueueStats(
+            queue=self.name,
+            avg_wait_time_ms=1000 * waited / delivered if delivered else None,
+            oldest_message_age_secs=max((age for age in ages if age is not None), default=None),
+            **summed,
+        )
+
+    def peek(self, limit: int) -> list[Envelope]:
+        """The next messages, group after group, each marked with the group it is for."""
+        found: list[Envelope] = []
+        for name, actor in self.groups.items():
+            for envelope in actor.peek(limit - len(found)):
+                envelope.headers[GROUP] = name
+                found.append(envelope)
+        return found

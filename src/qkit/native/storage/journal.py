@@ -1,0 +1,472 @@
+"""What a durable engine writes: the records of what happens, and the place of each message.
+
+A message exists once its record is as safe as the policy says; only then does a queue get it. All
+else happens in memory first and is written in the order in which it happened: ``written`` is what
+a caller awaits who must know that a crash of the process cannot undo it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from qkit._internal.clock import Clock
+from qkit.errors import QueueError, StorageError
+from qkit.native.log.encode import (
+    encode_ack,
+    encode_bury,
+    encode_claim,
+    encode_declare,
+    encode_delete,
+    encode_fanout,
+    encode_inbox,
+    encode_publish,
+    encode_release,
+    encode_remove,
+    renumbered,
+)
+from qkit.native.log.log import Log, positions
+from qkit.native.log.record import Bury, Fanout, Publish, decode
+from qkit.native.log.segment import FRAME_SIZE
+from qkit.native.log.tail import Position
+from qkit.native.log.writer import Done
+from qkit.native.queue.stored_message import Stored, Waiting
+from qkit.native.storage.replay import Replay
+
+if TYPE_CHECKING:
+    from qkit.native.storage.durable_queue import DurableActor
+
+__all__ = ["Arrival", "Journal"]
+
+MANY: Final = 10_000  # messages in one record of a purge
+TOGETHER: Final = 1 << 20  # bytes of messages in one batch
+
+
+class Arrival(NamedTuple):
+    """A message on its way to the disk; times are monotonic."""
+
+    id: str
+    body: bytes
+    headers: dict[str, str] | None
+    key: str | None
+    priority: int | None
+    due: float | None
+    expires: float | None
+    actors: Sequence[DurableActor]  # the queue, or the groups of a topic, that will get it
+
+
+class _Batch:
+    """Arrivals that were appended together, and the sender that waits for them."""
+
+    __slots__ = ("_arrivals", "_contents", "_first", "_future", "_journal")
+
+    def __init__(
+        self,
+        journal: Journal,
+        arrivals: Sequence[Arrival],
+        contents: list[bytes],
+        first: int,
+        future: asyncio.Future[list[int | None]],
+    ) -> None:
+        self._journal = journal
+        self._arrivals = arrivals
+        self._contents = contents
+        self._first = first  # the number of the first message
+        self._future = future
+
+    def done(self, position: Position | None, error: StorageError | None) -> None:
+        """Told by the log: hand the messages to their queues, also if the sender is gone."""
+        if position is None:
+            for arrival in self._arrivals:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+                    actor.offer()
+            if not self._future.done() and error is not None:
+                self._future.set_exception(error)
+            return
+        journal = self._journal
+        now = journal.clock.monotonic()
+        contents = self._contents
+        places = [position] if len(contents) == 1 else positions(position, contents)
+        seq, at = self._first, 0
+        answers: list[int | None] = []
+        for arrival in self._arrivals:
+            ahead: int | None = None
+            if arrival.actors:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+                    journal.index.add(seq, places[at])
+                    ahead = actor.admit(now, *arrival[:7], seq)
+                    seq += 1
+                at += 1
+            answers.append(ahead if len(arrival.actors) == 1 else None)
+        if not self._future.done():
+            self._future.set_result(answers)
+
+
+_Waiting = tuple[
+    "DurableActor",
+    str,
+    bytes,
+    "dict[str, str] | None",
+    "str | None",
+    "int | None",
+    "float | None",
+    "float | None",
+    "asyncio.Future[int | None]",
+]
+
+
+class _Together:
+    """Single messages of one turn of the loop: one batch of the log, and one callback."""
+
+    __slots__ = ("_first", "_journal", "contents", "size", "turn", "waiting")
+
+    def __init__(self, journal: Journal, turn: int) -> None:
+        self._journal = journal
+        self._first = journal.next_seq
+        self.turn = turn
+        self.size = 0
+        self.contents: list[bytes] = []
+        self.waiting: list[_Waiting] = []
+
+    def done(self, position: Position | None, error: StorageError | None) -> None:
+        """Told by the log: hand each to its queue, also if its sender is gone."""
+        journal, seq = self._journal, self._first
+        if position is None:
+            for actor, *_, future in self.waiting:
+                actor.state.unreserve()
+                actor.offer()
+                if error is not None and not future.done():
+                    future.set_exception(error)
+            return
+        segment, offset = position
+        now, add = journal.clock.monotonic(), journal.index.add
+        for content, waiting in zip(self.contents, self.waiting, strict=True):
+            actor, id, body, headers, key, priority, due, expires, future = waiting
+            actor.state.unreserve()
+            add(seq, (segment, offset))
+            ahead = actor.admit(now, id, body, headers, key, priority, due, expires, seq)
+            if not future.done():
+                future.set_result(ahead)
+            seq += 1
+            offset += FRAME_SIZE + len(content)
+
+
+class Journal:
+    """The log of one engine, with the numbers of its queues and messages."""
+
+    def __init__(self, log: Log, clock: Clock, replay: Replay) -> None:
+        self.log = log
+        self.clock = clock
+        self.index = replay.index
+        self.next_seq = replay.last_seq + 1
+        self.held = replay.held  # bytes of bodies in memory
+        self._limit = replay.limit
+        self._together: _Together | None = None  # messages that are about to leave
+        self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
+        self._loop = asyncio.get_running_loop()
+        self._next_queue = replay.last_queue + 1
+
+    # Messages arrive
+
+    def publish(self, arrivals: Sequence[Arrival]) -> asyncio.Future[list[int | None]]:
+        """Write messages, then hand them to their queues; the answer is their positions.
+
+        Every place in a queue must have been reserved; it is given back here.
+        """
+        future: asyncio.Future[list[int | None]] = self._loop.create_future()
+        offset = self.clock.time() - self.clock.monotonic()
+        first, self._together = self.next_seq, None  # numbers are given in the order of the log
+        contents: list[bytes] = []
+        try:
+            for arrival in arrivals:
+                if arrival.actors:
+                    contents.append(self._encode(arrival, offset))
+            if not contents:  # a topic without groups: nobody will ever read it
+                future.set_result([None] * len(arrivals))
+                return future
+            batch = _Batch(self, arrivals, contents, first, future)
+            self.log.append_then(contents, batch.done)
+        except BaseException:
+            self.next_seq = first
+            for arrival in arrivals:
+                for actor in arrival.actors:
+                    actor.state.unreserve()
+            raise
+        return future
+
+    def publish_one(
+        self,
+        actor: DurableActor,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+    ) -> asyncio.Future[int | None]:
+        """What ``publish`` does, for one message to one queue: nearly all of them.
+
+        Raises as ``QueueState.put`` does.
+        """
+        clock, state = self.clock, actor.state
+        now, at = clock.monotonic(), clock.time()
+        content = encode_publish(
+            actor.number,
+            self.next_seq,
+            id,
+            body,
+            priority=state.priority(priority),
+            at=at,
+            due=0.0 if due is None else due - now + at,
+            expires=0.0 if expires is None else expires - now + at,
+            key=key,
+            headers=headers,
+        )
+        state.reserve(id, priority)
+        future: asyncio.Future[int | None] = self._loop.create_future()
+        waiting = actor, id, body, headers, key, priority, due, expires, future
+        together = self._together
+        if together is None or together.turn != self.log.turn or together.size > TOGETHER:
+            together = _Together(self, self.log.turn)
+            together.contents.append(content)
+            try:
+                self.log.append_then(together.contents, together.done)
+            except BaseException:
+                state.unreserve()
+                raise
+            self._together = together
+        else:
+            together.contents.append(content)
+        together.waiting.append(waiting)
+        together.size += len(content)
+        self.next_seq += 1
+        return future
+
+    def _encode(self, arrival: Arrival, offset: float) -> bytes:
+        id, body, headers, key, priority, due, expires, actors = arrival
+        seq = self.next_seq
+        content = encode_publish(
+            actors[0].number,
+            seq,
+            id,
+            body,
+            priority=actors[0].state.priority(priority),
+            at=self.clock.time(),
+            due=0.0 if due is None else due + offset,
+            expires=0.0 if expires is None else expires + offset,
+            key=key,
+            headers=headers,
+        )
+        self.next_seq = seq + len(actors)
+        if len(actors) > 1:
+            targets = [(actor.number, seq + at) for at, actor in enumerate(actors)]
+            content = encode_fanout(targets, content)
+        return content
+
+    async def take_in(
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[DurableActor], bytes, Publish]]]
+    ) -> list[tuple[DurableActor, int, Publish]]:
+        """Write the messages of a bulk file: all of them count, or none if this does not return.
+
+        What is written piece by piece counts once the last record is on the disk.
+        """
+        arrived: list[tuple[DurableActor, int, Publish]] = []
+        begin = self.next_seq
+        try:
+            async for chunk in chunks:
+                arrived += await self._take_chunk(chunk)
+            await self.log.append([encode_inbox(name, begin, self.next_seq - 1)])
+        except BaseException:
+            for _, seq, _ in arrived:
+                self.index.forget(seq)
+            raise
+        return arrived
+
+    async def _take_chunk(
+        self, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
+    ) -> list[tuple[DurableActor, int, Publish]]:
+        first, self._together = self.next_seq, None
+        contents: list[bytes] = []
+        arrived: list[tuple[DurableActor, int, Publish]] = []
+        for actors, content, message in chunk:
+            targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
+            self.next_seq += len(targets)
+            contents.append(renumbered(content, targets, bulk=True))
+            arrived += [
+                (actor, seq, message) for actor, (_, seq) in zip(actors, targets, strict=True)
+            ]
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            # Not after an await: messages are entered in the order in which they were written.
+            if position is None:
+                if error is not None and not future.done():
+                    future.set_exception(error)
+                return
+            seq = first
+            for place, item in zip(positions(position, contents), chunk, strict=True):
+                for _ in item[0]:
+                    self.index.add(seq, place)
+                    seq += 1
+            if not future.done():
+                future.set_result(None)
+
+        self.log.append_then(contents, done)
+        await future
+        return arrived
+
+    def keep(self, body: bytes) -> bytes | None:
+        """The body if there is room for it in memory, else ``None``: it stays on the disk."""
+        held = self.held + len(body)
+        if held > self._limit:
+            return None
+        self.held = held
+        return body
+
+    # Queues
+
+    def declare(
+        self,
+        name: str,
+        group: str | None,
+        config: dict[str, object],
+        number: int | None = None,
+    ) -> int:
+        """A queue exists, or (with its number) has other limits; return its number."""
+        if number is None:
+            number = self._next_queue
+            self._next_queue += 1
+        self._note(encode_declare(number, name, group, config))
+        return number
+
+    def delete(self, number: int, messages: Iterable[Stored]) -> None:
+        """A queue and all that was in it are gone."""
+        self._note(encode_delete(number))
+        self._forget(messages)
+
+    # What happens to messages
+
+    def claim(self, number: int, messages: Sequence[Stored]) -> None:
+        """Messages were handed out."""
+        seqs = [message.seq for message in messages]
+        self._note(encode_claim(number, seqs, [message.attempt for message in messages]))
+
+    def ack(self, number: int, message: Stored) -> None:
+        """The work on a message is done."""
+        self._note(encode_ack(number, (message.seq,)))
+        self.index.forget(message.seq)
+        if message.body is not None:
+            self.held -= len(message.body)
+
+    def release(
+        self, number: int, message: Stored, due: float | None, headers: dict[str, str] | None
+    ) -> None:
+        """A message was given back; ``due`` is monotonic."""
+        wall = 0.0 if due is None else due + self.clock.time() - self.clock.monotonic()
+        self._note(encode_release(number, message.seq, message.attempt, wall, headers))
+        self.let_go(message)
+
+    def let_go(self, message: Stored) -> None:
+        """A message waits again: above the limit its body stays on the disk."""
+        if self.held > self._limit and message.body is not None:
+            self.held -= len(message.body)
+            message.body = None
+
+    def bury(
+        self,
+        number: int,
+        message: Stored,
+        target: int,
+        id: str,
+        body: bytes,
+        headers: dict[str, str],
+        key: str | None,
+        priority: int,
+    ) -> int:
+        """A message died and its letter enters the queue ``target``; return the letter's number."""
+        seq, self._together = self.next_seq, None
+        letter = encode_publish(
+            target, seq, id, body, priority=priority, at=self.clock.time(), key=key, headers=headers
+        )
+
+        def done(position: Position | None, error: StorageError | None) -> None:
+            if position is not None:
+                self.index.add(seq, position)
+                self._unwritten.pop(seq, None)
+
+        self._unwritten[seq] = body
+        self._note(encode_bury(number, message.seq, letter), done)
+        self.next_seq = seq + 1
+        self._forget((message,))
+        return seq
+
+    def remove(self, number: int, entries: Sequence[Waiting]) -> None:
+        """Messages were purged, dropped or removed."""
+        for start in range(0, len(entries), MANY):
+            some = entries[start : start + MANY]
+            self._note(encode_remove(number, [_seq_of(entry) for entry in some]))
+        self._forget(entries)
+
+    def _forget(self, entries: Iterable[Waiting]) -> None:
+        for entry in entries:
+            self.index.forget(_seq_of(entry))
+            body = entry[1] if isinstance(entry, tuple) else entry.body
+            if body is not None:
+                self.held -= len(body)
+
+    def _note(self, content: bytes, done: Done | None = None) -> None:
+        """Write what has happened. A log that is read-only keeps what it told before.
+
+        Time goes on there too (leases end, messages expire), and nobody could be told of an
+        error; whoever waits for ``written`` is.
+        """
+        if not self.log.read_only:
+            self.log.append_nowait((content,), done)
+
+    def written(self) -> asyncio.Future[None] | None:
+        """What to await until a crash of this process cannot undo what happened so far."""
+        return self.log.written()
+
+    # Reading back
+
+    def load(self, messages: Iterable[Stored]) -> list[bytes | None]:
+        """The bodies of these messages, ``None`` for one that cannot be read any more.
+
+        Blocking, for any thread.
+        """
+        return [self.body(message) for message in messages]
+
+    def body(self, message: Stored) -> bytes | None:
+        """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
+        for _ in range(3):  # it may have been moved by compaction between look-up and reading
+            body = message.body
+            if body is None:
+                body = self._unwritten.get(message.seq)
+            if body is not None:
+                return body
+            place = self.index.place(message.seq)
+            try:
+                if place is not None:
+                    return _body_in(self.log.read(*place))
+            except (QueueError, OSError):
+                if self.index.place(message.seq) == place:
+                    break
+        return None
+
+
+def _seq_of(entry: Waiting) -> int:
+    return entry[4] if isinstance(entry, tuple) else entry.seq
+
+
+def _body_in(content: bytes) -> bytes:
+    record = decode(content)
+    if isinstance(record, Fanout):
+        return record.message.body
+    if isinstance(record, Bury):
+        return record.letter.body
+    assert isinstance(record, Publish)
+    return record.body

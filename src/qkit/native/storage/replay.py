@@ -1,0 +1,340 @@
+"""From the records of a log back to the queues and messages they tell of.
+
+Until the log has come to its end a message is the bytes of its record, and what happened to it a
+number beside them: most are settled before that, and a million objects would stop the process for
+the garbage collector's sake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from qkit.native.log.encode import (
+    encode_claim,
+    encode_declare,
+    encode_inbox,
+    encode_publish,
+    renumbered,
+    without_body,
+)
+from qkit.native.log.record import (
+    BULK,
+    ONE_SEQ,
+    PUBLISH,
+    TARGETS,
+    WHOSE,
+    WHOSE_AT,
+    Ack,
+    Bury,
+    Claim,
+    Declare,
+    Delete,
+    Fanout,
+    Inbox,
+    Publish,
+    Release,
+    Remove,
+    decode,
+    decode_publish,
+)
+from qkit.native.log.recovery import Entry
+from qkit.native.storage.index import Index
+
+__all__ = ["Recovered", "Replay", "messages_in"]
+
+_whose: Final = WHOSE.unpack_from
+
+
+class Recovered:
+    """A message as the log tells of it; times are wall times, 0 for none."""
+
+    __slots__ = (
+        "at",
+        "attempt",
+        "body",
+        "due",
+        "expires",
+        "headers",
+        "held",
+        "id",
+        "key",
+        "priority",
+        "queue",
+        "seq",
+    )
+
+    def __init__(self, record: Publish, queue: int, seq: int, body: bytes | None) -> None:
+        self.queue = queue
+        self.seq = seq
+        self.id = record.id
+        self.body = body  # ``None``: left on the disk
+        self.priority = record.priority
+        self.at = record.at
+        self.due = record.due
+        self.expires = record.expires
+        self.key = record.key
+        self.headers = record.headers
+        self.attempt = record.attempt
+        self.held = False  # a consumer had it when the log ends
+
+    def encode(self) -> bytes:
+        """Its record, without the body."""
+        return encode_publish(
+            self.queue,
+            self.seq,
+            self.id,
+            b"",
+            priority=self.priority,
+            at=self.at,
+            due=self.due,
+            expires=self.expires,
+            key=self.key,
+            headers=self.headers,
+            attempt=self.attempt,
+        )
+
+
+class Replay:
+    """What a log says, record by record; records about unknown messages say nothing.
+
+    Bodies above ``limit`` bytes in sum are left on the disk. With ``repaired`` a queue that nobody
+    declared nor deleted gets a name, noted in ``orphans``; else what is in it was never confirmed.
+    """
+
+    def __init__(self, limit: int = 0, *, repaired: bool = False) -> None:
+        self.limit = limit
+        self.index = Index()
+        self.queues: dict[int, Declare] = {}
+        self.taken: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
+        self.orphans: list[str] = []
+        self.assumed: set[int] = set()  # queues that must be declared again
+        self.held = 0  # bytes of bodies in memory
+        self.last_queue = 0
+        self.last_seq = 0
+        self.records = 0
+        self._repaired = repaired
+        self._messages: dict[int, bytes] = {}  # their records
+        self._bodiless: set[int] = set()  # those whose record is here without its body
+        self._claimed: dict[int, int] = {}  # the attempt, of what a consumer holds
+        self._released: dict[int, Release] = {}
+        self._bulk: dict[int, bytes] = {}  # of bulk files that may not have come to their end
+        self._deleted: dict[int, int] = {}  # queues, and the last message before that
+
+    def read(self, entries: Iterable[Entry]) -> None:
+        """Follow the log from where it was left."""
+        messages, index = self._messages, self.index
+        for position, content in entries:
+            self.records += 1
+            if content[0] == PUBLISH:
+                self._publish(content)
+                index.add(_whose(content, WHOSE_AT)[1], position)
+                continue
+            record = decode(content)
+            match record:
+                case Claim():
+                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+                        if seq in messages:
+                            self._claimed[seq] = attempt
+                case Ack() | Remove():
+                    for seq in record.seqs:
+                        self._forget(seq)
+                case Release():
+                    self._release(record)
+                case Bury():
+                    self._bury(record, content[ONE_SEQ.size :])
+                    index.add(record.letter.seq, position)
+                case Fanout():
+                    self._fan_out(record, content)
+                    for _, seq in record.targets:
+                        index.add(seq, position)
+                case Declare():
+                    self.queues[record.queue] = record
+                    self.last_queue = max(self.last_queue, record.queue)
+                case Delete():
+                    self.queues.pop(record.queue, None)
+                    self.assumed.discard(record.queue)
+                    self._deleted[record.queue] = self.last_seq
+                    self.last_queue = max(self.last_queue, record.queue)
+                case Inbox():
+                    self._take(record)
+                case Publish():
+                    raise AssertionError("dealt with before")
+
+    def _publish(self, content: bytes) -> None:
+        seq = _whose(content, WHOSE_AT)[1]
+        self.last_seq = max(self.last_seq, seq)
+        head = without_body(content)
+        body = len(content) - len(head)
+        if self.held + body > self.limit:
+            content = head
+            self._bodiless.add(seq)
+        else:
+            self.held += body
+        (self._bulk if content[1] & BULK else self._messages)[seq] = content
+
+    def _fan_out(self, record: Fanout, content: bytes) -> None:
+        """All groups or none: one whose declaration a power loss took was told of nothing."""
+        message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
+        whole = self._repaired or all(queue in self.queues for queue, _ in record.targets)
+        for target in record.targets:
+            self.last_seq = max(self.last_seq, target[1])
+            if whole:
+                self._publish(renumbered(message, [target]))
+
+    def _release(self, record: Release) -> None:
+        seq = record.seq
+        if seq not in self._messages:
+            return
+        self._claimed.pop(seq, None)
+        before = self._released.get(seq)
+        if record.headers is None and before is not None:
+            record = record._replace(headers=before.headers)
+        self._released[seq] = record
+
+    def _bury(self, record: Bury, letter: bytes) -> None:
+        if record.letter.queue not in self.queues:
+            self._declare_letters(record)
+        self._forget(record.seq)
+        self._publish(letter)
+
+    def _declare_letters(self, record: Bury) -> None:
+        """The declaration of a dead-letter queue is missing: its source says how it was named.
+
+        It and this record may both be among the last writes, of which a power loss keeps any. Or
+        compaction took it, because the queue was deleted; then its deletion follows.
+        """
+        source = self.queues.get(record.queue)
+        if source is not None and source.group is not None:
+            named = (other for other in self.queues.values() if other.name == source.name)
+            source = next((other for other in named if other.group is None), None)
+        name = None if source is None else source.config.get("dead_letter")
+        if source is not None and isinstance(name, str):
+            depth = source.config.get("dead_letter_max_depth", 10_000)
+            config = {"drop_oldest": True, "max_depth": depth, "max_deliveries": None}
+            number = record.letter.queue
+            self.queues[number] = Declare(number, name, None, config)
+            self.assumed.add(number)
+
+    def _take(self, record: Inbox) -> None:
+        self.taken[record.name] = (record.first, record.last)
+        for seq in [seq for seq in self._bulk if record.first <= seq <= record.last]:
+            self._messages[seq] = self._bulk.pop(seq)
+
+    def _forget(self, seq: int) -> None:
+        content = self._messages.pop(seq, None) or self._bulk.pop(seq, None)
+        if content is not None:
+            self.index.forget(seq)
+            self._claimed.pop(seq, None)
+            self._released.pop(seq, None)
+            if seq in self._bodiless:
+                self._bodiless.discard(seq)
+            else:
+                self.held -= len(content) - len(without_body(content))
+
+    # Snapshots
+
+    def load(self, contents: Iterable[bytes]) -> None:
+        """Take over what a snapshot tells, of messages that are still in the log.
+
+        The index is filled before. What compaction took out of the log since was settled since.
+        """
+        find = self.index.find
+        for content in contents:
+            if content[0] == PUBLISH:
+                seq = _whose(content, WHOSE_AT)[1]
+                if find(seq) is not None:
+                    (self._bulk if content[1] & BULK else self._messages)[seq] = content
+                    self._bodiless.add(seq)
+                continue
+            record = decode(content)
+            match record:
+                case Claim():
+                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+                        if seq in self._messages:
+                            self._claimed[seq] = attempt
+                case Declare():
+                    self.queues[record.queue] = record
+                case Inbox():
+                    self.taken[record.name] = (record.first, record.last)
+                case _:
+                    raise AssertionError(record)
+
+    def contents(self) -> Iterator[bytes]:
+        """What a snapshot has to tell so that ``load`` knows what was read."""
+        for number, queue in self.queues.items():
+            yield encode_declare(number, queue.name, queue.group, queue.config)
+        for name, (first, last) in self.taken.items():
+            yield encode_inbox(name, first, last)
+        for seq, content in self._messages.items():
+            queue_number = _whose(content, WHOSE_AT)[0]
+            if seq <= self._deleted.get(queue_number, 0):
+                continue
+            if seq in self._released:
+                yield self._recovered(seq, content).encode()
+            elif content[1] & BULK:  # it counts by now
+                yield renumbered(without_body(content), [(queue_number, seq)], bulk=False)
+            else:
+                yield without_body(content)
+            if seq in self._claimed:
+                yield encode_claim(queue_number, [seq], [self._claimed[seq]])
+        for content in self._bulk.values():
+            yield without_body(content)
+
+    # The end
+
+    def finish(self) -> list[Recovered]:
+        """The log has come to its end: the messages that there are, in order.
+
+        Those of deleted queues go, and those of bulk files that were not taken in whole.
+        """
+        names = {queue.name for number, queue in self.queues.items() if number not in self.assumed}
+        for number in self.assumed:
+            queue = self.queues[number]
+            if queue.name in names:  # made anew meanwhile, under another number
+                self.queues[number] = queue._replace(name=f"recovered-{number}")
+        for seq in list(self._bulk):
+            self._forget(seq)
+        for seq, content in list(self._messages.items()):
+            number = _whose(content, WHOSE_AT)[0]
+            self.last_queue = max(self.last_queue, number)  # a number is given once
+            if seq <= self._deleted.get(number, 0) or not self._known(number):
+                self._forget(seq)
+        self.index.agree(self._messages)
+        messages = self._messages
+        return [self._recovered(seq, messages[seq]) for seq in sorted(messages)]
+
+    def _known(self, queue: int) -> bool:
+        if queue not in self.queues and self._repaired:
+            name = f"recovered-{queue}"
+            self.queues[queue] = Declare(queue, name, None, {})
+            self.last_queue = max(self.last_queue, queue)
+            self.orphans.append(name)
+        return queue in self.queues
+
+    def _recovered(self, seq: int, content: bytes) -> Recovered:
+        record = decode_publish(content)
+        body = None if seq in self._bodiless else record.body
+        message = Recovered(record, record.queue, seq, body)
+        released = self._released.get(seq)
+        if released is not None:
+            message.attempt, message.due = released.attempt, released.due
+            if released.headers is not None:
+                message.headers = released.headers or None
+        if seq in self._claimed:
+            message.attempt, message.held, message.due = self._claimed[seq], True, 0.0
+        return message
+
+
+def messages_in(content: bytes) -> list[int]:
+    """The numbers of the messages whose body a record holds."""
+    if content[0] == PUBLISH:
+        return [_whose(content, WHOSE_AT)[1]]
+    record = decode(content)
+    match record:
+        case Fanout():
+            return [seq for _, seq in record.targets]
+        case Bury():
+            return [record.letter.seq]
+        case _:
+            return []

@@ -1,0 +1,4 @@
+"""Policies between ``QueueService.send`` and ``Backend.publish``.
+
+May import: ``handlers`` and what lies below it; no backend.
+"""

@@ -1,0 +1,4 @@
+"""Configuration, validated before anything connects.
+
+May import: ``errors``, ``_internal``, ``message``, ``backend``.
+"""

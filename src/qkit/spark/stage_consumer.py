@@ -1,0 +1,178 @@
+"""Claiming messages for stages: a subscription in a thread of its own, from batch to batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Final
+
+from qkit._internal.clock import SystemClock
+from qkit._internal.logging import logger
+from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
+from qkit.backends.factory import open_backend
+from qkit.errors import BackendUnavailable, QueueError
+from qkit.message import Envelope, new_id
+from qkit.spark.existing import exists, start_for_reading
+from qkit.spark.loop_thread import LoopThread
+from qkit.spark.options import Plan
+from qkit.spark.task_sender import Outlet
+
+__all__ = ["PREFETCH", "Claiming"]
+
+PREFETCH: Final = 1_000
+QUIET: Final = 0.2  # seconds without a message after which there are none
+GATHERING: Final = 2.0  # seconds for one stage to fill: leases run, and Spark waits for its batch
+JOINING: Final = 5.0  # the same for a new subscription, which a broker may first let into a group
+GIVE_UP: Final = 5.0  # seconds to close what is broken
+UNKNOWN: Final = 1 << 60  # the depth of what does not tell its own
+
+
+class Claiming:
+    """Takes messages, has them kept, and acknowledges them: in this order.
+
+    When the broker goes away a call raises ``BackendUnavailable``, and the next connects anew.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._loop = LoopThread()
+        self._stack: AsyncExitStack | None = None
+        self._subscription: Subscription | None = None
+        self._patience = JOINING
+
+    def depth(self) -> int:
+        """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
+        return self._loop.call(self._depth())
+
+    def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
+        """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many.
+
+        Fewer than ``PREFETCH``, and than ``limit``, if no more came in a while.
+        """
+        return self._loop.call(self._take(limit, keep))
+
+    def close(self) -> None:
+        """Leave the broker and end the thread."""
+        self._loop.call(self._close())
+        self._loop.close()
+
+    async def _depth(self) -> int:
+        backend = open_backend(self._plan.settings, SystemClock())
+        try:
+            await start_for_reading(backend, self._plan)
+            if not await exists(backend, self._plan):
+                return 0
+            # The depth of a topic is not that of the group, which may not even exist yet.
+            topic = self._plan.broadcast and not self._plan.dead_letters
+            if isinstance(backend, Admin) and backend.capabilities.depth and not topic:
+                return (await backend.stats(self._plan.queue)).depth
+        finally:
+            await backend.aclose()
+        return UNKNOWN
+
+    async def _take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
+        try:
+            subscription = await self._subscribed()
+            if subscription is None:
+                return 0
+            deliveries = await self._receive(subscription, min(limit, PREFETCH))
+            if not deliveries:
+                return 0
+            await asyncio.to_thread(keep, [delivery.envelope for delivery in deliveries])
+            await _acknowledge(subscription, deliveries)
+        except BackendUnavailable:
+            await self._close()
+            raise
+        return len(deliveries)
+
+    async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
+        """What comes until there is quiet, or for a while."""
+        patience, self._patience = self._patience, QUIET
+        found = await _within(patience, subscription.receive(limit))
+        time = asyncio.get_running_loop().time
+        until = time() + GATHERING
+        while 0 < len(found) < limit and time() < until:
+            more = await _within(QUIET, subscription.receive(limit - len(found)))
+            if not more:
+                break
+            found += more
+        return found
+
+    async def _subscribed(self) -> Subscription | None:
+        """Subscribe, unless that is done; ``None`` while there is no dead-letter queue yet.
+
+        The channel must exist. What a subscription needs beside it is made: a topic's group, and
+        on Kafka the topic of retries.
+        """
+        if self._subscription is None:
+            route = Outlet(self._plan.settings).route(
+                self._plan.name, broadcast=self._plan.broadcast
+            )
+            backend = open_backend(self._plan.settings, SystemClock())
+            stack = AsyncExitStack()
+            try:
+                stack.push_async_callback(backend.aclose)
+                await start_for_reading(backend, self._plan)
+                if not await exists(backend, self._plan):
+                    await stack.aclose()
+                    return None
+                await backend.declare(route.spec)
+                spec = SubscriptionSpec(
+                    queue=self._plan.queue,
+                    group=self._plan.group,
+                    consumer=f"spark-{new_id()}",
+                    prefetch=PREFETCH,
+                    broadcast=route.broadcast,
+                    ack_deadline=(
+                        self._plan.settings.ack_deadline if backend.capabilities.lease else None
+                    ),
+                )
+                self._subscription = await stack.enter_async_context(backend.subscribe(spec))
+            except BaseException:
+                await stack.aclose()
+                raise
+            self._stack, self._patience = stack, JOINING
+        return self._subscription
+
+    async def _close(self) -> None:
+        stack, self._stack, self._subscription = self._stack, None, None
+        if stack is not None:
+            try:
+                async with asyncio.timeout(GIVE_UP):
+                    await stack.aclose()
+            except (QueueError, TimeoutError, OSError) as error:
+                logger.warning("%s: closing what was lost: %s", self._plan.channel, error)
+
+
+async def _within(seconds: float, coming: Awaitable[list[Delivery]]) -> list[Delivery]:
+    """What comes in time; parking is safe to cancel."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await coming
+    except TimeoutError:
+        return []
+
+
+async def _acknowledge(subscription: Subscription, deliveries: Sequence[Delivery]) -> None:
+    """What cannot be acknowledged any more comes again: a duplicate, not a loss."""
+    if isinstance(subscription, AckMany):
+        results = await subscription.ack_many(deliveries)
+    else:
+        results = [await _ack(subscription, delivery) for delivery in deliveries]
+    failed = [error for error in results if error is not None]
+    if failed:
+        logger.warning(
+            "%d of %d messages were staged and not acknowledged, they will come again: %s",
+            len(failed),
+            len(deliveries),
+            failed[0],
+        )
+
+
+async def _ack(subscription: Subscription, delivery: Delivery) -> QueueError | None:
+    try:
+        await subscription.ack(delivery)
+    except QueueError as error:
+        return error
+    return None

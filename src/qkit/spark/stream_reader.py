@@ -1,0 +1,147 @@
+"""``spark.readStream``: by places in a log where there is one, else by stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from qkit._internal.clock import SystemClock
+from qkit._internal.logging import logger
+from qkit.backend import Log
+from qkit.backends.factory import open_backend
+from qkit.errors import BackendUnavailable
+from qkit.native.log.reader import Piece
+from qkit.spark import broker_log, native_log, staging
+from qkit.spark.broker_log import BrokerLog, Span
+from qkit.spark.native_log import NativeLog
+from qkit.spark.options import Plan
+from qkit.spark.sinks import is_bulk
+from qkit.spark.staging import Stage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["StreamReader"]
+
+
+class Replayable(Protocol):
+    """Where a stream's messages come from; offsets are plain JSON, and Spark keeps them."""
+
+    def initial(self) -> dict[str, Any]:
+        """Where a new stream begins."""
+        ...
+
+    def stop_here(self) -> None:
+        """From now on go no further than what there is now."""
+        ...
+
+    def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
+        """An end with at most ``limit`` messages before it; ``start`` if there are none."""
+        ...
+
+    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[object]:
+        """What tasks are to read: the same again for the same offsets, until ``commit``."""
+        ...
+
+    def commit(self, end: Mapping[str, Any]) -> None:
+        """Spark has done with all before ``end``."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what is held; idempotent."""
+        ...
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Spark calls all but ``read`` in one process of the driver's; ``read`` is in tasks.
+
+    Nothing is connected before the first call, because this travels to tasks too. A broker that
+    goes away later is waited for: meanwhile there are no messages. One that cannot be reached in
+    the beginning is an error, and so is any outage where Spark wants what is there now: that it
+    would miss the rest must not look like the end.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._found: Replayable | None = None
+        self._waits = False
+        self._stops_here = False
+        _source_of(plan)  # refuses now what would fail later
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": None}
+
+    @property
+    def _source(self) -> Replayable:
+        if self._found is None:
+            self._found = _source_of(self._plan)
+        return self._found
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802  Spark's name
+        """Where a new query begins."""
+        return self._source.initial()
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802  Spark's name
+        """``max_rows`` of the options."""
+        rows = self._plan.max_rows
+        return ReadAllAvailable() if rows is None else ReadMaxRows(rows)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  Spark's name
+        """Take what is there now, then end."""
+        self._stops_here = True
+        self._source.stop_here()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
+        """The end of the next batch."""
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        try:
+            end = self._source.latest(start, most)
+        except BackendUnavailable as error:
+            if not self._waits:
+                raise
+            logger.warning("%s: no messages for now: %s", self._plan.channel, error)
+            return start
+        self._waits = not self._stops_here
+        return end
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """What tasks are to read."""
+        if start == end:
+            return []
+        return [InputPartition(piece) for piece in self._source.pieces(start, end)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """In a task."""
+        value = partition.value
+        if isinstance(value, Piece):
+            return native_log.read(self._plan, value)
+        if isinstance(value, Span):
+            return broker_log.read(self._plan, value)
+        return staging.read(value)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Spark has done with all before ``end``."""
+        self._source.commit(end)
+
+    def stop(self) -> None:
+        """Spark ends the process rather than call this; either lets go of what is held."""
+        if self._found is not None:
+            self._found.close()
+
+
+def _source_of(plan: Plan) -> Replayable:
+    if plan.consume:
+        return Stage(plan)
+    if is_bulk(plan):
+        return NativeLog(plan)
+    if isinstance(open_backend(plan.settings, SystemClock()), Log):
+        return BrokerLog(plan)
+    return Stage(plan)
