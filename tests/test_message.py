@@ -10,21 +10,11 @@ import uuid
 
 import pytest
 
+from qkit._internal.ids import new_id, sent_at
+from qkit._internal.names import check_headers, check_name
+from qkit._internal.text import MAX_ERROR_TEXT
 from qkit.errors import InvalidHeader, InvalidName
-from qkit.message import (
-    FIRST_FAILED_AT,
-    GROUP,
-    MAX_ERROR_TEXT,
-    DeadLetter,
-    Envelope,
-    Message,
-    Reason,
-    check_headers,
-    check_name,
-    new_id,
-    sent_at,
-    trace_id,
-)
+from qkit.message import FIRST_FAILED_AT, GROUP, DeadLetter, Envelope, Message, Reason, trace_id
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

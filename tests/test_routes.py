@@ -13,7 +13,7 @@ from qkit.errors import ConfigError, InvalidBody, Unsupported
 from qkit.handlers.channel import CallNext
 from qkit.handlers.registry import Handler, Registry
 from qkit.handlers.route import Routes
-from qkit.observability.health import Counters
+from qkit.observability.metrics import Counters
 from tests.support.backends import ScriptedBackend, can
 from tests.support.services import make_service
 

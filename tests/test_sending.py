@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from qkit._internal.ids import new_id
 from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
 from qkit.errors import (
@@ -22,9 +23,9 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
-from qkit.message import Envelope, Sent, new_id
+from qkit.message import Envelope, Sent
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
 from qkit.sending.sender import MAX_GATHERED, Sender
 from qkit.testing.clock import VirtualClock
@@ -39,8 +40,8 @@ class Way:
     def __init__(self, clock: VirtualClock, backend: FaultyBackend) -> None:
         self.clock = clock
         self.backend = backend
-        self.connection = Connection(Events(), clock, backend.name)
-        self.connection.move(ConnectionState.CONNECTED)
+        self.connection = ConnectionTracker(Events(), clock, backend.name)
+        self.connection.transition_to(ConnectionState.CONNECTED)
         self.breaker = CircuitBreaker(failure_threshold=5, recovery_timeout=30.0, clock=clock)
         self.sender = Sender(
             backend,

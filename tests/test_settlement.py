@@ -21,8 +21,9 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.message import DeadLetter, Envelope, Reason
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
-from qkit.observability.health import ChannelCounters, Connection
+from qkit.observability.metrics import ChannelCounters
 from tests.support.backends import ScriptedBackend
 from tests.support.services import failures, make_service, only_letter
 
@@ -40,7 +41,7 @@ class Bench:
         listeners = Events()
         listeners.on("retry", self.events.append)
         listeners.on("dead_letter", self.events.append)
-        self.connection = Connection(listeners, clock, "scripted")
+        self.connection = ConnectionTracker(listeners, clock, "scripted")
         self.settlement = Settlement(
             channel="orders",
             group="billing",

@@ -35,6 +35,7 @@ from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
 from qkit.handlers.route import Route, Routes
 from qkit.message import DeadLetter, Message, Sent
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -44,7 +45,8 @@ from qkit.observability.events import (
     ShutDown,
     StateChanged,
 )
-from qkit.observability.health import Connection, ConnectionState, Counters, Health, Metrics
+from qkit.observability.health import Health
+from qkit.observability.metrics import Counters, Metrics
 from qkit.observability.monitor import Monitor
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.circuit_breaker import CircuitBreaker
@@ -125,7 +127,7 @@ class QueueService:
         self._clock = clock
         self._hears_deaths = False  # a start that failed and is tried again listens once
         self._telemetry = Telemetry(backend.name)
-        self._connection = Connection(self._events, clock, backend.name)
+        self._connection = ConnectionTracker(self._events, clock, backend.name)
         self._breaker = CircuitBreaker(
             failure_threshold=self.settings.breaker.failure_threshold,
             recovery_timeout=self.settings.breaker.recovery_timeout,
@@ -253,11 +255,11 @@ class QueueService:
             planned = self._plan()
             self._state = "starting"
             self._bind(asyncio.get_running_loop())
-            self._connection.move(ConnectionState.CONNECTING)
+            self._connection.transition_to(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
             except BaseException as error:
-                self._connection.failed(error)
+                self._connection.record_failure(error)
                 await self._dismiss()
                 await self._close_backend()
                 for route in self._routes.known():
@@ -282,7 +284,7 @@ class QueueService:
     async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
         self._telemetry.start(lambda: self._counters.snapshot().channels)
         await self._backend.start()
-        self._connection.move(ConnectionState.CONNECTED)
+        self._connection.transition_to(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
@@ -366,7 +368,7 @@ class QueueService:
                 self._state = "closed"
                 return
             self._state = "stopping"  # readiness is false from here on
-            self._connection.move(ConnectionState.CLOSING)
+            self._connection.transition_to(ConnectionState.CLOSING)
             if timeout is None:
                 timeout = self.settings.shutdown.timeout
             abandoned = await self._crew.drain(timeout, self._force)
@@ -376,7 +378,7 @@ class QueueService:
             await self._close_backend()
             self._state = "closed"
             self._bind(None)
-            self._connection.move(ConnectionState.CLOSED)
+            self._connection.transition_to(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
             self._events.emit(ShutDown(abandoned))
             await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import Admin, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
@@ -35,7 +36,7 @@ from qkit.errors import (
     Reject,
     SendTimeout,
 )
-from qkit.message import DeadLetter, Envelope, Reason, new_id
+from qkit.message import DeadLetter, Envelope, Reason
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 

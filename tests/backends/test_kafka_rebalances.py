@@ -19,12 +19,13 @@ import pytest_asyncio
 from aiokafka import errors
 
 from qkit import Message, QueueService, Reject, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import AckDeadlineExceeded
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 

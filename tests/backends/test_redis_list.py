@@ -19,6 +19,7 @@ from redis import exceptions
 
 from qkit import ConfigError, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Admin,
     DeadLetterSource,
@@ -44,7 +45,7 @@ from qkit.errors import (
     SubscriptionLost,
     Unsupported,
 )
-from qkit.message import DeadLetter, Envelope, Reason, new_id
+from qkit.message import DeadLetter, Envelope, Reason
 from tests.support.waiting import eventually
 
 

@@ -10,10 +10,11 @@ from collections.abc import Collection
 import pytest
 
 from qkit import QueueService, Settings
+from qkit._internal.ids import new_id
 from qkit.admin.dead_letters import DeadLetters
 from qkit.cli.dead_letters import seconds
 from qkit.errors import ConfigError
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.cli import Shell
 
 

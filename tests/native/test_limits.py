@@ -30,7 +30,7 @@ from qkit.native import Engine
 from qkit.native.bulk import BulkWriter, commit
 from qkit.native.catalogue import MAX_QUEUES
 from qkit.native.log.encode import encode_declare, encode_publish
-from qkit.observability.health import MAX_CHANNELS, Counters
+from qkit.observability.metrics import MAX_CHANNELS, Counters
 from tests.support.engines import open_engine, view
 
 TWINS = "ordérs", "orde\u0301rs", "оrders", "orders\u200b", "ORDERS\ufe0f"
@@ -427,7 +427,7 @@ async def test_a_hundred_thousand_queues(tmp_path):
 def test_the_labels_of_metrics_are_bounded():
     counters = Counters()
     for number in range(100_000):
-        counters.of(f"queue-{number}").sent += 1
+        counters.for_channel(f"queue-{number}").sent += 1
     metrics = counters.snapshot()
     assert len(metrics.channels) <= MAX_CHANNELS + 1
     assert metrics.messages_sent == 100_000

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Admin, Backend, QueueStats, UnheardReporting
 from qkit.errors import PartialSend, QueueError, Unsupported
 from qkit.handlers.route import Routes
-from qkit.message import GROUP, Envelope, Message, Sent, check_name
+from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 

@@ -20,8 +20,9 @@ from qkit.errors import QueueNotFound
 from qkit.handlers.registry import Handler
 from qkit.handlers.route import Route, Routes
 from qkit.message import DeadLetter
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConsumerHealth
+from qkit.observability.health import ConsumerHealth
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
@@ -43,7 +44,7 @@ class Crew:
         clock: Clock,
         routes: Routes,
         producer: Producer,
-        connection: Connection,
+        connection: ConnectionTracker,
         events: Events,
         telemetry: Telemetry,
         threads: HandlerThreads,

@@ -15,7 +15,7 @@ from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel, Middleware
 from qkit.handlers.registry import Handler, Registry
-from qkit.observability.health import ChannelCounters, Counters
+from qkit.observability.metrics import ChannelCounters, Counters
 from qkit.settings.model import RetrySettings, Settings
 
 __all__ = ["Route", "Routes"]
@@ -211,7 +211,7 @@ class Routes:
                 passive=settings.declare == "passive",
                 consumed=handled,
             ),
-            counters=self._counters.of(name),
+            counters=self._counters.for_channel(name),
         )
 
     def _send_limit(self, channel: Channel[object]) -> int | None:

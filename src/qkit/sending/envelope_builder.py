@@ -7,16 +7,12 @@ from collections.abc import Mapping
 from typing import TypedDict
 
 from qkit._internal.clock import Clock
+from qkit._internal.ids import new_id
+from qkit._internal.names import check_headers
+from qkit._internal.text import is_plain_text
 from qkit.errors import InvalidHeader, InvalidPriority, Unsupported
 from qkit.handlers.route import Route
-from qkit.message import (
-    CONTENT_ENCODING,
-    CONTENT_TYPE,
-    Envelope,
-    check_headers,
-    is_plain,
-    new_id,
-)
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope
 
 __all__ = ["SendOptions", "dress", "make_envelope"]
 
@@ -73,7 +69,7 @@ def _apply(
     if priority is not None:
         envelope.priority = _priority(route, priority)
     if key is not None:
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not is_plain(key):
+        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not is_plain_text(key):
             raise ValueError(
                 f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY} characters, none of them a "
                 "control character"

@@ -20,7 +20,7 @@ from qkit._internal.retry import Backoff, persist
 from qkit.backend import Backend
 from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError, SendTimeout
 from qkit.message import Envelope, Sent
-from qkit.observability.health import Connection
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.sending.circuit_breaker import CircuitBreaker
 
 __all__ = ["Sender"]
@@ -42,7 +42,7 @@ class Sender:
         backend: Backend,
         *,
         breaker: CircuitBreaker,
-        connection: Connection,
+        connection: ConnectionTracker,
         backoff: Backoff,
         timeout: float,
     ) -> None:
@@ -194,21 +194,21 @@ class Sender:
             result = await call(*arguments)
         except BackendUnavailable as error:
             self.breaker.failed(probe=probe)
-            self.connection.failed(error)
+            self.connection.record_failure(error)
             raise
         except QueueError:  # the broker answered: the connection works
             self.breaker.succeeded()
-            self.connection.worked()
+            self.connection.record_success()
             raise
         except BaseException:
             if deadline.expired:  # the broker took the message and fell silent
                 self.breaker.failed(probe=probe)
-                self.connection.failed(TimeoutError(f"no answer within {self.timeout:g} s"))
+                self.connection.record_failure(TimeoutError(f"no answer within {self.timeout:g} s"))
             else:
                 self.breaker.gave_up(probe=probe)
             raise
         self.breaker.succeeded()
-        self.connection.worked()
+        self.connection.record_success()
         return result
 
 
@@ -261,7 +261,7 @@ class _Outbox:
         self._busy = True
         try:
             sent = await self._sender.ask(deadline, self._publish, self.queue, envelopes)
-            self._sender.connection.carried()
+            self._sender.connection.record_message()
             return sent
         finally:
             self._busy = bool(self._waiting)
@@ -299,7 +299,7 @@ class _Outbox:
             _fail(group, self._sender.too_late() if deadline.expired else error)
             self._leaving = []
             return
-        self._sender.connection.carried()
+        self._sender.connection.record_message()
         _share_out(group, sent)
         self._leaving = []
 

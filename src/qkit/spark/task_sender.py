@@ -16,8 +16,9 @@ from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Registry
 from qkit.handlers.route import Route, Routes
 from qkit.message import Envelope
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, Counters
+from qkit.observability.metrics import Counters
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.sending.producer import Producer
@@ -50,7 +51,7 @@ class Outlet:
                 recovery_timeout=settings.breaker.recovery_timeout,
                 clock=clock,
             ),
-            connection=Connection(Events(), clock, backend.name),
+            connection=ConnectionTracker(Events(), clock, backend.name),
             backoff=BACKOFF,
             timeout=settings.send_timeout,
         )

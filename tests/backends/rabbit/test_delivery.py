@@ -10,6 +10,7 @@ import aiormq
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Delivery,
     QueueSpec,
@@ -24,7 +25,7 @@ from qkit.errors import (
     QueueNotFound,
     SubscriptionLost,
 )
-from qkit.message import DeadLetter, Envelope, Reason, Sent, new_id
+from qkit.message import DeadLetter, Envelope, Reason, Sent
 from tests.support.rabbitmq import (
     dead,
     declare,
