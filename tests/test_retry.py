@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from qkit._internal.retry import Backoff, RetryPolicy, persist
+from qkit._internal.retry import Backoff, persist
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, QueueFull, Retry
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.testing.clock import VirtualClock
 
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)

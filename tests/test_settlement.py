@@ -10,7 +10,8 @@ import pytest
 
 from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
-from qkit.consuming.executor import Abandon, Dead, Done, Job, Pause, RetryLater
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import Abandon, Dead, Done, Pause, RetryLater
 from qkit.consuming.settlement import Settlement
 from qkit.errors import (
     AckDeadlineExceeded,

@@ -16,7 +16,6 @@ import pytest_asyncio
 
 from qkit._internal.clock import Clock
 from qkit._internal.ids import new_id
-from qkit._internal.retry import RetryPolicy
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.native.backend import NativeBackend, NativeSubscription
 from qkit.codec.codec import Codec
@@ -24,9 +23,10 @@ from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consuming.consumer import Consumer
 from qkit.consuming.consumer_pool import Crew
 from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import RetryLater
+from qkit.consuming.outcome import RetryLater
 from qkit.consuming.settlement import Settlement
 from qkit.errors import ConfigError, QueueError
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native import Engine
 from qkit.native.queue.state import QueueState

@@ -16,7 +16,8 @@ from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
 from qkit.backend import Backend, SubscriptionSpec
-from qkit.consuming.executor import Executor, Pause
+from qkit.consuming.executor import Executor
+from qkit.consuming.outcome import Pause
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
 from qkit.errors import BackendUnavailable, ConfigError, Unsupported

@@ -12,7 +12,8 @@ from qkit._internal.logging import logger
 from qkit.backend import AckMany, Delivery, LossReporting, SettlementReporting, Subscription
 from qkit.consuming.ack_batcher import Acknowledger
 from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import ABANDON, DONE, Job, Outcome, Pause
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import ABANDON, DONE, Outcome, Pause
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
 from qkit.backend import AckMany, Delivery, Subscription
-from qkit.consuming.executor import DONE, Abandon, Dead, Done, Job, Outcome, Pause, RetryLater
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.errors import (
     AckDeadlineExceeded,
     InvalidHeader,

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from qkit._internal.retry import Backoff, RetryPolicy
+from qkit._internal.retry import Backoff
 from qkit.backend import Capabilities, QueueSpec
 from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel, Middleware
 from qkit.handlers.registry import Handler, Registry
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.observability.metrics import ChannelCounters, Counters
 from qkit.settings.model import RetrySettings, Settings
 
