@@ -28,12 +28,14 @@ def blocks(page: str) -> list[str]:
     return found
 
 
+@pytest.mark.proves("002-usage-1", "003-docs-5", "003-compat-10")
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/api.md", "docs/testing.md"])
 async def test_a_page_is_one_program_that_runs(page: str) -> None:
     with VirtualClock() as clock:
         await run(page, {"clock": clock})
 
 
+@pytest.mark.proves("002-log-4", "002-log-7", "002-log-9")
 async def test_the_page_of_the_native_engine_runs_in_real_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ async def test_the_pytest_example_of_the_page_is_itself_a_test(
     await namespace["test_a_negative_total_is_rejected"](qkit_service)
 
 
+@pytest.mark.proves("003-compat-1", "003-compat-10")
 def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text(blocks("README.md")[0])
