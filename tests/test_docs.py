@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qkit.testing import TestService, VirtualClock
-from tests.test_requirements import fault, find
+from tests.support.node_ids import fault, find
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -148,3 +148,19 @@ def test_every_hazard_has_a_test_that_runs() -> None:
         cells = row.strip("| ").split(" | ")
         assert len(cells) == 3, row
         assert any(fault(name) is None for name in TEST.findall(cells[2])), row
+
+
+def test_a_wrong_node_id_is_noticed() -> None:
+    conformance = "tests/conformance/test_native_memory.py::TestNativeInMemory::"
+    refusing = "tests/conformance/test_refusals.py::"
+    assert "does not exist" in (fault("tests/test_nowhere.py::test_a") or "")
+    assert "does not exist" in (fault("tests/test_docs.py::test_a") or "")
+    assert "does not exist" in (fault(f"{conformance}test_a") or "")
+    assert "no test" in (fault("tests/test_docs.py::blocks") or "")
+    assert "not collected" in (
+        fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
+    )
+    assert "torture" in (
+        fault("tests/native/test_model.py::test_a_queue_does_what_its_model_does_at_length") or ""
+    )
+    assert fault(f"{conformance}test_start_is_idempotent") is None
