@@ -48,6 +48,7 @@ def test_a_success_starts_the_count_anew(breaker: CircuitBreaker) -> None:
     assert breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.proves("003-errors-8")
 def test_it_opens_at_the_threshold_and_says_when_to_come_back(
     breaker: CircuitBreaker, clock: HandClock
 ) -> None:
@@ -59,6 +60,7 @@ def test_it_opens_at_the_threshold_and_says_when_to_come_back(
             refuse()
 
 
+@pytest.mark.proves("003-errors-10")
 def test_half_open_admits_exactly_one(breaker: CircuitBreaker, clock: HandClock) -> None:
     fail(breaker, 3)
     clock.now += 30
@@ -81,6 +83,7 @@ def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker, clock: HandClo
     assert breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.proves("003-errors-10")
 def test_a_probe_that_fails_opens_it_for_another_rest(
     breaker: CircuitBreaker, clock: HandClock
 ) -> None:

@@ -45,6 +45,7 @@ def connection(clock: HandClock, heard: list[Event]) -> ConnectionTracker:
 # -- counters --------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-health-13")
 def test_totals_are_the_sums_of_the_channels() -> None:
     counters = Counters()
     for name, number in (("orders", 1), ("audit", 10)):
@@ -57,6 +58,7 @@ def test_totals_are_the_sums_of_the_channels() -> None:
     assert metrics.channels["audit"].messages_dead_lettered == 10
 
 
+@pytest.mark.proves("003-health-12")
 def test_a_snapshot_does_not_change() -> None:
     counters = Counters()
     before = counters.snapshot()
@@ -80,6 +82,7 @@ def test_beyond_a_thousand_channels_the_rest_is_counted_together() -> None:
 # -- the connection --------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-health-6")
 def test_a_failure_disconnects_and_says_since_when_and_why(
     connection: ConnectionTracker, clock: HandClock, heard: list[Event]
 ) -> None:
@@ -92,6 +95,7 @@ def test_a_failure_disconnects_and_says_since_when_and_why(
     assert heard == [StateChanged("connected", "disconnected", "ConnectionError: refused")]
 
 
+@pytest.mark.proves("003-health-7")
 def test_more_failures_change_the_error_and_not_the_time(
     connection: ConnectionTracker, clock: HandClock, heard: list[Event]
 ) -> None:
@@ -139,6 +143,7 @@ def test_what_happens_while_it_closes_does_not_open_it_again(
     assert connection.state is ConnectionState.CLOSING
 
 
+@pytest.mark.proves("003-health-10")
 def test_every_transition_is_logged_with_its_fields(
     connection: ConnectionTracker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -156,6 +161,7 @@ def test_every_transition_is_logged_with_its_fields(
     assert fields["error"] == "ConnectionError: refused"
 
 
+@pytest.mark.proves("003-health-4")
 def test_carrying_a_message_is_the_last_success(
     connection: ConnectionTracker, clock: HandClock
 ) -> None:

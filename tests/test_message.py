@@ -34,6 +34,7 @@ def test_ids_are_version_7_uuids() -> None:
         assert parsed.variant == uuid.RFC_4122
 
 
+@pytest.mark.proves("000-structures-3")
 def test_an_id_tells_when_it_was_made() -> None:
     before = time.time()
     made = sent_at(new_id())
@@ -48,6 +49,7 @@ def test_ids_still_sort_when_the_wall_clock_is_set_back() -> None:
     assert new_id() < new_id(an_hour_ago) < new_id(an_hour_ago) < new_id()
 
 
+@pytest.mark.proves("000-publish-7")
 def test_ids_are_unique_across_threads() -> None:
     found: list[list[str]] = [[] for _ in range(8)]
     together = threading.Barrier(len(found))
@@ -235,6 +237,7 @@ def dead(
     )
 
 
+@pytest.mark.proves("003-dlq-9")
 @pytest.mark.parametrize("group", [None, "billing"])
 @pytest.mark.parametrize("error", [None, ValueError("negative total")])
 def test_a_dead_letter_reads_back_as_it_was_written(

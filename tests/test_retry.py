@@ -15,6 +15,7 @@ from qkit.testing.clock import VirtualClock
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)
 
 
+@pytest.mark.proves("003-retry-2", "003-retry-9", "003-retry-10")
 def test_waits_grow_exponentially_up_to_the_maximum() -> None:
     assert [PLAIN.after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 

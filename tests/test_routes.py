@@ -62,6 +62,7 @@ def handler(**options) -> Handler:
 # -- what is built -----------------------------------------------------------------------------
 
 
+@pytest.mark.proves("000-config-6", "003-retry-8", "003-compat-2")
 def test_a_plain_channel_gets_the_settings_defaults():
     route = routes().resolve(Channel("orders"))
     assert (route.queue, route.broadcast, route.ordered, route.ttl) == (
@@ -98,6 +99,7 @@ def test_on_a_directory_the_owner_limits_priorities(tmp_path):
     assert routes(max_priority=20).resolve(Channel("orders")).max_priority == 20
 
 
+@pytest.mark.proves("003-speed-1")
 def test_a_channels_own_options_come_before_the_settings():
     found = routes(retry={"max_attempts": 7}, registry=handling("orders", broadcast=True)).resolve(
         Channel(
@@ -204,6 +206,7 @@ def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice
     assert (why.value.backend, why.value.queue) == ("scripted", "orders")
 
 
+@pytest.mark.proves("002-improvements-4")
 def test_only_the_native_engine_balances_otherwise_than_by_turns():
     usual = routes(registry=handling("orders")).resolve(Channel("orders", balance="round_robin"))
     assert usual.spec.balance == "round_robin"
@@ -216,6 +219,7 @@ def test_only_the_native_engine_balances_otherwise_than_by_turns():
             routes().resolve(Channel("orders", balance=balance))
 
 
+@pytest.mark.proves("000-replication-1", "002-place-3")
 def test_replicas_need_a_broker_that_replicates():
     routes(Capabilities()).check_settings()
     settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}

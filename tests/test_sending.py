@@ -132,6 +132,7 @@ async def test_a_group_has_a_limit(way: Way) -> None:
     assert [len(ids) for ids in way.backend.published] == [1, 1_000, 1, 1_005]
 
 
+@pytest.mark.proves("001-concurrency-1", "002-performance-5")
 async def test_queues_do_not_wait_for_each_other(way: Way) -> None:
     gate = asyncio.Event()
     way.backend.script("publish", gate)
@@ -418,6 +419,7 @@ async def open_circuit(way: Way) -> None:
     assert way.breaker.state is BreakerState.OPEN
 
 
+@pytest.mark.proves("003-errors-9")
 async def test_after_the_threshold_sends_are_refused_at_once_with_clear_words(way: Way) -> None:
     await open_circuit(way)
     assert way.backend.count("publish") == 5
@@ -438,6 +440,7 @@ async def test_who_opened_the_circuit_learns_what_failed(way: Way) -> None:
     assert "no route to host" in str(caught.value.cause)
 
 
+@pytest.mark.proves("003-errors-10")
 async def test_it_recovers_by_one_probe(way: Way) -> None:
     await open_circuit(way)
     way.backend.heal("publish")

@@ -136,6 +136,7 @@ def record_of(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     return record
 
 
+@pytest.mark.proves("002-ack-3")
 async def test_a_finished_message_is_acknowledged(bench, clock, caplog):
     await bench.settle(Done())
     assert bench.order == ["ack"]
@@ -143,6 +144,7 @@ async def test_a_finished_message_is_acknowledged(bench, clock, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.proves("003-retry-4")
 async def test_a_retry_is_released_counted_told_and_logged_once(bench, clock, caplog):
     error = ValueError("no stock")
     envelope = Envelope("0190", b"{}", attempt=2)
@@ -243,6 +245,7 @@ async def test_a_death_without_an_error_is_logged_all_the_same(bench, caplog):
     assert bench.letters[0].error is None
 
 
+@pytest.mark.proves("003-retry-6", "003-errors-7")
 async def test_without_dead_letters_a_final_failure_is_logged_acked_and_counted(clock, caplog):
     bench = Bench(clock, letters=False)
     await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))

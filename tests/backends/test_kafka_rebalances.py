@@ -371,6 +371,7 @@ async def test_commits_are_gathered(backend: KafkaBackend, name: str) -> None:
     assert 1 <= len(commits) <= 20
 
 
+@pytest.mark.proves("003-speed-6")
 async def test_with_a_batch_size_each_completed_batch_is_committed(
     open_backend: Open, name: str
 ) -> None:

@@ -217,6 +217,7 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
             task.cancel()
 
 
+@pytest.mark.proves("003-speed-2")
 @pytest.mark.parametrize("prefetch", [2, 5])
 async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, prefetch: int
