@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from qkit._internal.clock import Clock
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Backend
 from qkit.observability.connection_state import ConnectionTracker
 
@@ -37,7 +37,7 @@ class Monitor:
     async def stop(self) -> None:
         """End."""
         if self._task is not None:
-            await end_tasks([self._task])
+            await cancel_and_wait([self._task])
             self._turned_at = None
 
     async def _watch(self, every: float) -> None:
