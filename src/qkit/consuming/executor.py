@@ -209,7 +209,7 @@ class Executor:
             raise self._timed_out()
 
     async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
-        with self._telemetry.handling(self.handler.channel, self.handler.group, [envelope]):
+        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, [envelope]):
             await call(job, envelope)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
@@ -256,7 +256,7 @@ class Executor:
         envelopes = [job.delivery.envelope for job in jobs]
         scope = asyncio.timeout(self._timeout)
         try:
-            with self._telemetry.handling(self.handler.channel, self.handler.group, envelopes):
+            with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
                 async with scope:
                     await self._invoke(
                         jobs[0], [bodies[job] for job in jobs], [messages[job] for job in jobs]
