@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import aiormq
 from aiormq import Channel
-from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 from yarl import URL
 
 from qkit.backends.rabbitmq.codec import FRAME
+from qkit.backends.rabbitmq.driver import (
+    AbortableTransport,
+    is_blocked,
+    max_frame_bytes,
+    open_connection,
+)
 from qkit.backends.rabbitmq.errors import BACKEND, translated
 from qkit.backends.rabbitmq.lenient_decoding import read_leniently
 from qkit.errors import BackendUnavailable, ConfigError
@@ -60,7 +64,7 @@ class Address:
         """Whether the connection is encrypted."""
         return self._url.scheme == "amqps"
 
-    def connection(self, purpose: str, transport: TransportFactory) -> aiormq.Connection:
+    def connection(self, purpose: str, transport: AbortableTransport) -> aiormq.Connection:
         """A connection that is not open yet; people find it under its purpose."""
         read_leniently()
         return aiormq.Connection(
@@ -100,7 +104,7 @@ class Link:
         self._purpose = purpose
         self._open = False
         self._connection: aiormq.Connection | None = None
-        self._transport: _Transport | None = None
+        self._transport: AbortableTransport | None = None
         self._connecting = asyncio.Lock()
         self._control: Channel | None = None
         self._controlling = asyncio.Lock()
@@ -126,24 +130,21 @@ class Link:
                 )
             if self._connection is None or not self._connection.is_opened:
                 self._abort()
-                transport = _Transport(secure=self.address.secure)
+                transport = AbortableTransport(secure=self.address.secure)
                 connection = self.address.connection(self._purpose, transport)
-                driver: Any = connection  # some of its calls have no types
                 try:
                     async with asyncio.timeout(self.address.patience):
-                        await driver.connect()
+                        await open_connection(connection)
                 except BaseException:
                     transport.abort()
                     raise
-                driver.closing.add_done_callback(functools.partial(_empty, driver.write_queue))
                 self._connection, self._transport = connection, transport
             return self._connection
 
     @property
     def frame(self) -> int:
         """The largest frame in bytes that the broker takes, as far as it is known yet."""
-        tune = getattr(self._connection, "connection_tune", None)
-        return (tune and tune.frame_max) or FRAME
+        return max_frame_bytes(self._connection) or FRAME
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """A new channel; whoever opens it closes it."""
@@ -214,25 +215,13 @@ class Link:
             finally:
                 answer.cancel()
                 answer.add_done_callback(_retrieve)
-            if not self._blocked():
+            if self._connection is None or not is_blocked(self._connection):
                 self._abort()
             raise TimeoutError("no answer")
 
     async def _round_trip(self) -> None:
         async with self.control() as channel:
             await channel.exchange_declare("amq.direct", passive=True)
-
-    def _blocked(self) -> bool:
-        """Whether the broker has said that it reads nothing more from here: it lacks memory."""
-        if self._connection is None:
-            return False
-        ready = self._connection.ready()
-        try:
-            ready.send(None)  # it returns at once, or waits
-        except StopIteration:
-            return False
-        ready.close()
-        return True
 
     def _abort(self) -> None:
         """Hang up without a word; everybody who waits on the connection hears of it."""
@@ -253,24 +242,6 @@ class Link:
         self._abort()
 
 
-class _Transport(TransportFactory):
-    """Opens the socket and remembers it, so that a connection can be cut without the peer."""
-
-    def __init__(self, *, secure: bool) -> None:
-        self._inner = TLSTransportFactory() if secure else TCPTransportFactory()
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def create(
-        self, url: URL, **options: Any
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, self._writer = await self._inner.create(url, **options)
-        return reader, self._writer
-
-    def abort(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()
-
-
 async def close(channel: Channel) -> None:
     """Close a channel, in whatever state it is."""
     if not channel.is_closed:
@@ -280,17 +251,6 @@ async def close(channel: Channel) -> None:
 
 
 _closing: set[asyncio.Task[None]] = set()
-
-
-def _empty(queue: asyncio.Queue[Any], _: object = None) -> None:
-    """Nobody writes any more: let whoever waits for room go on, and see that his channel is closed.
-
-    The driver leaves them waiting for ever.
-    """
-    if not queue.empty():
-        while not queue.empty():
-            queue.get_nowait()
-        asyncio.get_running_loop().call_soon(_empty, queue)  # there may be more than had room
 
 
 def _close_soon(channel: Channel) -> None:

@@ -21,6 +21,7 @@ from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import ChannelInvalidStateError
 
 from qkit.backends.rabbitmq.connection import Link
+from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.topology import (
     ANY_DELAY,
     DELAY,
@@ -122,8 +123,7 @@ class Cascade:
 
 async def _why_closed(channel: Channel) -> Exception | None:
     """What the broker said when it closed the channel: whoever comes after that hears nothing."""
-    driver: Any = channel  # some of its attributes have no types
-    (closing,), _ = await asyncio.wait({driver.closing})
+    (closing,), _ = await asyncio.wait({closing_future(channel)})
     error = None if closing.cancelled() else closing.exception()
     return error if isinstance(error, Exception) else None
 

@@ -21,6 +21,7 @@ from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.ack_batcher import Acks
 from qkit.backends.rabbitmq.connection import Link, close
+from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.errors import DRIVER_ERRORS, error_of
 from qkit.backends.rabbitmq.topology import BACKEND
 from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
@@ -100,8 +101,7 @@ class RabbitSubscription:
         """Begin to consume; returns once the broker has said that it does."""
         channel = self._channel = await self._link.channel()
         self._acks = Acks(channel)
-        driver: Any = channel  # some of its attributes have no types
-        driver.closing.add_done_callback(self._channel_closed)
+        closing_future(channel).add_done_callback(self._channel_closed)
         channel.on_consumer_cancel_callbacks.add(self._cancelled_by_broker)
         async with asyncio.timeout(self._link.address.timeout):
             await channel.basic_qos(prefetch_count=self._spec.prefetch)
