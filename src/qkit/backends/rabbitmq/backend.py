@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from aiormq import exceptions
 from pamqp.commands import Basic
@@ -18,10 +19,10 @@ from qkit.backends.rabbitmq.admin import Administration
 from qkit.backends.rabbitmq.codec import FRAME, USUAL_PRIORITY
 from qkit.backends.rabbitmq.connection import Address, Link
 from qkit.backends.rabbitmq.delay import LONGEST, Cascade
-from qkit.backends.rabbitmq.errors import translated
+from qkit.backends.rabbitmq.errors import BACKEND, translated
 from qkit.backends.rabbitmq.publisher import Outgoing, Publisher
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
-from qkit.backends.rabbitmq.topology import BACKEND, Topology, group_queue
+from qkit.backends.rabbitmq.topology import Topology, group_queue
 from qkit.errors import (
     ConfigError,
     InvalidHeader,
@@ -31,10 +32,33 @@ from qkit.errors import (
     QueueNotFound,
 )
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["RabbitMQBackend"]
+__all__ = ["RabbitMQBackend", "from_settings"]
 
 OLDEST = (3, 10)  # the first in which a quorum queue's messages expire without being lost
+
+
+def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
+    """Build the backend that the settings describe; it is not started.
+
+    Args:
+        settings: Validated settings of type ``rabbitmq``.
+        clock: Source of time.
+    """
+    assert settings.url is not None
+    letters = settings.dead_letter
+    return RabbitMQBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        replicas=settings.replicas,
+        timeout=settings.send_timeout,
+        dead_letter_suffix=settings.dead_letter_name("") if letters.enabled else None,
+        dead_letter_max_size=letters.max_size,
+        tls_ca_file=settings.tls_ca_file,
+        tls_cert_file=settings.tls_cert_file,
+        tls_key_file=settings.tls_key_file,
+    )
 
 
 class RabbitMQBackend(Administration):
@@ -62,9 +86,9 @@ class RabbitMQBackend(Administration):
         timeout: float = 10.0,
         dead_letter_suffix: str | None = ".dlq",
         dead_letter_max_size: int = 10_000,
-        tls_ca_file: str | None = None,
-        tls_cert_file: str | None = None,
-        tls_key_file: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._quorum = replicas > 1 if quorum is None else quorum

@@ -11,6 +11,7 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Final
 
 import aiormq
@@ -46,9 +47,9 @@ class Address:
         url: str,
         *,
         timeout: float = 10.0,
-        tls_ca_file: str | None = None,
-        tls_cert_file: str | None = None,
-        tls_key_file: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
     ) -> None:
         self.timeout = timeout
         self.patience = min(PATIENCE, timeout)

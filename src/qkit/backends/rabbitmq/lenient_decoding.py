@@ -54,7 +54,7 @@ def read_value(value: bytes) -> object:
 def _short_text(value: bytes) -> tuple[int, str]:
     """Decode a short string; bytes that are not UTF-8 become lone surrogates.
 
-    ``properties`` replaces them, so none of them leaves this backend.
+    ``codec`` replaces them, so none of them leaves this backend.
     """
     end = 1 + value[0]
     return end, value[1:end].decode(errors="surrogateescape")

@@ -9,8 +9,13 @@ from aiormq import Channel, exceptions
 
 from qkit.backends.rabbitmq.connection import Link, close
 from qkit.backends.rabbitmq.driver import LARGE, Outgoing, can_write_together, publish_together
-from qkit.backends.rabbitmq.errors import DRIVER_ERRORS, error_of, interrupted, translated
-from qkit.backends.rabbitmq.topology import BACKEND
+from qkit.backends.rabbitmq.errors import (
+    BACKEND,
+    DRIVER_ERRORS,
+    error_of,
+    interrupted,
+    translated,
+)
 from qkit.errors import BackendUnavailable, QueueError
 
 __all__ = ["Outgoing", "Publisher"]

@@ -22,8 +22,7 @@ from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.ack_batcher import Acks
 from qkit.backends.rabbitmq.connection import Link, close
 from qkit.backends.rabbitmq.driver import closing_future
-from qkit.backends.rabbitmq.errors import DRIVER_ERRORS, error_of
-from qkit.backends.rabbitmq.topology import BACKEND
+from qkit.backends.rabbitmq.errors import BACKEND, DRIVER_ERRORS, error_of
 from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
 from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
 

@@ -17,7 +17,7 @@ from qkit.backends.rabbitmq.connection import Link
 from qkit.backends.rabbitmq.errors import BACKEND, Difference, difference_of
 from qkit.errors import ConfigError
 
-__all__ = ["BACKEND", "DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
+__all__ = ["DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
 
 DEAD_LETTERS: Final = "qkit.dead-letters"
 DELAY: Final = "qkit.delay"
