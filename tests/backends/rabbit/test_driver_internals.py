@@ -24,7 +24,7 @@ DOCUMENTED = {
 }
 #: Undocumented attributes without an underscore, as far as no record of ours has the same name.
 UNDOCUMENTED = {
-    *driver.NOTES,
+    *driver.CHANNEL_ATTRIBUTES,
     *("closing", "connection_tune", "write_queue"),
 } - {"delivery_tag", "lock", "number"}
 

@@ -25,22 +25,31 @@ from qkit.backends.rabbitmq.driver import (
     max_frame_bytes,
     open_connection,
 )
-from qkit.backends.rabbitmq.errors import BACKEND, translated
-from qkit.backends.rabbitmq.lenient_decoding import read_leniently
+from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
 from qkit.errors import BackendUnavailable, ConfigError
 
-__all__ = ["Address", "Link"]
+__all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
 # A loop that is blocked for longer loses its connection: the broker hears no heartbeat for twice
 # this long. A dead peer is noticed sooner, by the ping.
-HEARTBEAT: Final = 30
-PATIENCE: Final = 4.0  # with a handshake or a ping: a dead connection must be found out in time
-SLICES: Final = 8
-FAREWELL: Final = 2.0
+HEARTBEAT_SECONDS: Final = 30
+#: For the answer to a ping or a handshake, so that a dead connection is found in time.
+PING_TIMEOUT_SECONDS: Final = 4.0
+PING_SLICES: Final = 8  # of that time
+CLOSE_TIMEOUT_SECONDS: Final = 2.0
 
 
-class Address:
-    """Where the broker is and how to speak to it."""
+class ConnectionParameters:
+    """Address, timeouts and TLS files of the broker.
+
+    Args:
+        url: AMQP URL. Without ``heartbeat`` in its query, ``HEARTBEAT_SECONDS`` applies.
+        timeout: Seconds for an answer of the broker.
+        tls_ca_file: Authorities to trust, PEM; the system's by default.
+        tls_cert_file: Client certificate, PEM.
+        tls_key_file: Its key, PEM.
+    """
 
     def __init__(
         self,
@@ -52,10 +61,10 @@ class Address:
         tls_key_file: str | Path | None = None,
     ) -> None:
         self.timeout = timeout
-        self.patience = min(PATIENCE, timeout)
+        self.ping_timeout = min(PING_TIMEOUT_SECONDS, timeout)
         parsed = URL(url)
         if "heartbeat" not in parsed.query:
-            parsed = parsed.update_query(heartbeat=str(HEARTBEAT))
+            parsed = parsed.update_query(heartbeat=str(HEARTBEAT_SECONDS))
         self._url = parsed
         self._files = (tls_ca_file, tls_cert_file, tls_key_file)
         self._context: ssl.SSLContext | None = None
@@ -67,7 +76,7 @@ class Address:
 
     def connection(self, purpose: str, transport: AbortableTransport) -> aiormq.Connection:
         """A connection that is not open yet; people find it under its purpose."""
-        read_leniently()
+        enable_lenient_decoding()
         return aiormq.Connection(
             self._url,
             context=self._tls(),
@@ -93,15 +102,15 @@ class Address:
         return self._context
 
 
-class Link:
-    """One connection, for one purpose.
+class ReconnectingConnection:
+    """One connection for one purpose, opened by the first caller that needs it.
 
     Publishing and consuming have one each: a broker that is short of memory stops reading from
     connections that publish, and acks must still reach it.
     """
 
-    def __init__(self, address: Address, purpose: str) -> None:
-        self.address = address
+    def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:
+        self.parameters = parameters
         self._purpose = purpose
         self._open = False
         self._connection: aiormq.Connection | None = None
@@ -117,7 +126,7 @@ class Link:
         return await self._connected()
 
     def enable(self) -> None:
-        """Let the first who needs it connect."""
+        """Allow callers to connect."""
         self._open = True
 
     async def _connected(self) -> aiormq.Connection:
@@ -131,10 +140,10 @@ class Link:
                 )
             if self._connection is None or not self._connection.is_opened:
                 self._abort()
-                transport = AbortableTransport(secure=self.address.secure)
-                connection = self.address.connection(self._purpose, transport)
+                transport = AbortableTransport(secure=self.parameters.secure)
+                connection = self.parameters.connection(self._purpose, transport)
                 try:
-                    async with asyncio.timeout(self.address.patience):
+                    async with asyncio.timeout(self.parameters.ping_timeout):
                         await open_connection(connection)
                 except BaseException:
                     transport.abort()
@@ -150,7 +159,7 @@ class Link:
     async def channel(self, *, confirms: bool = False) -> Channel:
         """A new channel; whoever opens it closes it."""
         connection = await self._connected()
-        async with asyncio.timeout(self.address.timeout):
+        async with asyncio.timeout(self.parameters.timeout):
             channel = await connection.channel(publisher_confirms=confirms)
         assert isinstance(channel, Channel)  # the driver promises less
         return channel
@@ -176,7 +185,7 @@ class Link:
             if channel is None or channel.is_closed:
                 channel = self._control = await self.channel()
             try:
-                async with asyncio.timeout(self.address.timeout):
+                async with asyncio.timeout(self.parameters.timeout):
                     yield channel
             except BaseException:
                 self._control = None
@@ -203,12 +212,12 @@ class Link:
         return self._probe
 
     async def _ask(self) -> None:
-        async with translated("ping"):
+        async with translate_errors("ping"):
             answer = asyncio.create_task(self._round_trip(), name=f"qkit {self._purpose} question")
             try:
                 # In slices: a loop that was blocked has used up one of them, not all.
-                for _ in range(SLICES):
-                    await asyncio.wait({answer}, timeout=self.address.patience / SLICES)
+                for _ in range(PING_SLICES):
+                    await asyncio.wait({answer}, timeout=self.parameters.ping_timeout / PING_SLICES)
                     if answer.done():
                         with contextlib.suppress(TimeoutError):  # its own patience ended first
                             return await answer
@@ -238,7 +247,7 @@ class Link:
         if connection is None:
             return
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(FAREWELL):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await connection.close()
         self._abort()
 
@@ -247,7 +256,7 @@ async def close(channel: Channel) -> None:
     """Close a channel, in whatever state it is."""
     if not channel.is_closed:
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(FAREWELL):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await channel.close()
 
 

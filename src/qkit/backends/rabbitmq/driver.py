@@ -6,7 +6,7 @@ of pamqp for the whole process.
 
 Where another version differs:
 
-- Batch publish: ``can_write_together`` looks for every attribute that ``publish_together`` uses.
+- Batch publish: ``supports_batch_publish`` looks for every attribute that ``publish_batch`` uses.
   If one is missing, the publisher calls ``basic_publish`` for each message.
 - ``open_connection``: without ``write_queue`` a sender that waits for room in it when the
   connection closes gets its error from the send timeout.
@@ -38,19 +38,21 @@ from yarl import URL
 from qkit.backends.rabbitmq.errors import DRIVER_ERRORS
 
 __all__ = [
-    "LARGE",
+    "BACKPRESSURE_BYTES",
     "AbortableTransport",
-    "Outgoing",
-    "can_write_together",
+    "OutgoingMessage",
     "closing_future",
     "is_blocked",
     "max_frame_bytes",
     "open_connection",
-    "publish_together",
+    "publish_batch",
+    "supports_batch_publish",
 ]
 
-LARGE: Final = 1 << 16  # so many bytes wait until the socket has taken them
-NOTES: Final = (
+#: A write of this size waits until the socket has taken it.
+BACKPRESSURE_BYTES: Final = 1 << 16
+#: Attributes of a channel that ``publish_batch`` uses.
+CHANNEL_ATTRIBUTES: Final = (
     "confirmations",
     "create_future",
     "delivery_tag",
@@ -127,8 +129,8 @@ def is_blocked(connection: Connection) -> bool:
     return True
 
 
-class Outgoing(NamedTuple):
-    """A message on its way out; ``mandatory`` asks for an error when no queue takes it."""
+class OutgoingMessage(NamedTuple):
+    """A message to publish; ``mandatory`` asks for an error when no queue takes it."""
 
     queue: str
     exchange: str
@@ -149,14 +151,14 @@ class _Packed(NamedTuple):
     content: bytes
 
 
-def can_write_together(channel: Channel) -> bool:
-    """Whether this driver keeps its notes where they are looked for here."""
+def supports_batch_publish(channel: Channel) -> bool:
+    """Whether a channel of this version has every attribute that ``publish_batch`` uses."""
     # Not by hasattr: that would ask the channel for its lock.
-    return all(name in vars(channel) or hasattr(type(channel), name) for name in NOTES)
+    return all(name in vars(channel) or hasattr(type(channel), name) for name in CHANNEL_ATTRIBUTES)
 
 
-async def publish_together(
-    channel: Channel, messages: Sequence[Outgoing]
+async def publish_batch(
+    channel: Channel, messages: Sequence[OutgoingMessage]
 ) -> list[BaseException | None]:
     """What went wrong with each message, or ``None`` once the broker has confirmed it.
 
@@ -185,7 +187,7 @@ async def publish_together(
     return failures
 
 
-def _pack(channel: Channel, message: Outgoing) -> bytes:
+def _pack(channel: Channel, message: OutgoingMessage) -> bytes:
     if len(message.key) > 255:
         raise ValueError("a routing key has at most 255 bytes")
     command = Basic.Publish(
@@ -200,7 +202,7 @@ def _pack(channel: Channel, message: Outgoing) -> bytes:
 
 
 def _groups(
-    channel: Channel, messages: Sequence[Outgoing], failures: list[BaseException | None]
+    channel: Channel, messages: Sequence[OutgoingMessage], failures: list[BaseException | None]
 ) -> Iterator[list[_Packed]]:
     """In order, and each but the last so large that its end waits for the socket.
 
@@ -216,7 +218,7 @@ def _groups(
             continue
         group.append(_Packed(at, message.id, content))
         size += len(content)
-        if size >= LARGE:
+        if size >= BACKPRESSURE_BYTES:
             yield group
             group, size = [], 0
     if group:
@@ -235,7 +237,7 @@ async def _write(
             answers[item.at] = untyped.confirmations[tag] = untyped.create_future()
             untyped.message_id_delivery_tag[item.id] = tag
         untyped.delivery_tag = before + len(group)
-        taken = untyped.create_future() if len(content) >= LARGE else None
+        taken = untyped.create_future() if len(content) >= BACKPRESSURE_BYTES else None
         try:
             await untyped.write_queue.put(ChannelFrame(content, False, taken))
         except BaseException:

@@ -26,9 +26,9 @@ __all__ = [
     "DRIVER_ERRORS",
     "Difference",
     "difference_of",
-    "error_of",
     "interrupted",
-    "translated",
+    "to_queue_error",
+    "translate_errors",
 ]
 
 BACKEND: Final = "rabbitmq"
@@ -73,18 +73,18 @@ class Difference(NamedTuple):
 
 
 @asynccontextmanager
-async def translated(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
+async def translate_errors(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
     """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
     try:
         yield
     except QueueError:
         raise
     except DRIVER_ERRORS as error:
-        raise error_of(error, operation, queue) from error
+        raise to_queue_error(error, operation, queue) from error
     except asyncio.CancelledError as error:
         if not interrupted():
             raise
-        raise error_of(error, operation, queue) from error
+        raise to_queue_error(error, operation, queue) from error
 
 
 def interrupted() -> bool:
@@ -93,7 +93,7 @@ def interrupted() -> bool:
     return task is not None and not task.cancelling()
 
 
-def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
+def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
     """What an error of the driver means here; the most specific kinds come first."""
     kind, text = _meaning(error)
     return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
