@@ -200,10 +200,10 @@ async def test_a_script_that_the_server_forgot_is_told_again(redis_url: str) -> 
     link = Link(Address(redis_url))
     link.connect()
     source = f"return ARGV[1] .. '{random.random()}'"
-    script = lua.Script(source, library=False)
+    script = lua.Script(source)
     answer = await link.run(script, ["k"], "x")
     assert answer.startswith(b"x0.")
     assert await link.run(script, ["k"], "x") == answer
-    unknown = lua.Script(f"{source} .. ''", library=False)
+    unknown = lua.Script(f"{source} .. ''")
     assert await link.run_and_wait(unknown, ["k"], ["x"], 0, 0.1) == (answer, 0)
     await link.aclose()

@@ -43,12 +43,12 @@ class Renewals(LeaseRenewal):
         told: list[Word] = []
         for token in self._held.copy():
             told += [token, milliseconds]
-        keys = self._place.keys
+        keys = self._place.lease_keys
         try:
             if self._client is None:
                 self._client = self._connect(timeout)
             self._client.execute_command(  # type: ignore[no-untyped-call]  # theirs
-                "EVAL", lifecycle.EXTEND.source, len(keys), *keys, self._place.base, *told
+                "EVAL", lifecycle.EXTEND.source, len(keys), *keys, *told
             )
         except DRIVER_ERRORS as error:
             self.hang_up()

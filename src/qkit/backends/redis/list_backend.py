@@ -18,6 +18,7 @@ from qkit.backends.redis.connection import Address, Link
 from qkit.backends.redis.errors import BACKEND, translated
 from qkit.backends.redis.keys import Place
 from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.backends.redis.queue_scripts import STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import admin, lifecycle
 from qkit.backends.redis.scripts.script import Script
 from qkit.errors import (
@@ -68,6 +69,7 @@ class RedisListBackend:
             self.capabilities = MATRIX["redis-list-unreliable"]
         self._replicas = replicas
         self.link = Link(address if isinstance(address, Address) else Address(address))
+        self._scripts = QueueScripts(self.link)
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
@@ -98,7 +100,8 @@ class RedisListBackend:
             told = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
             if not spec.passive:
                 await self.link.command("SADD", QUEUES, spec.name)
-            found = await self._run(lifecycle.DECLARE, Place.of(spec.name), *told)
+            keys = Place.of(spec.name).declaration_keys
+            found = await self.link.run(lifecycle.DECLARE, keys, *told)
         if found is None:
             raise _not_found(spec.name, "declare")
         if found.decode() != kind:
@@ -131,7 +134,8 @@ class RedisListBackend:
             first = ASIDE
             if all(map(_is_plain, envelopes)):
                 frames = [codec.encode(item) for item in envelopes]
-                first = await self._confirmed(lifecycle.PLAIN, queue, frames)
+                keys = Place.of(queue).plain_keys
+                first = await self._confirmed(lifecycle.PLAIN, keys, *frames)
                 if first is None:
                     raise _not_found(queue, "publish")
             if first != ASIDE:
@@ -142,16 +146,20 @@ class RedisListBackend:
         self, queue: str, envelopes: Sequence[Envelope]
     ) -> list[Sent | QueueError]:
         arguments: list[str | int | bytes] = []
+        groups: set[str] = set()
         # In a queue of dead letters the header is a fact like the others.
         topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
         for item in envelopes:
             group = item.headers.get(GROUP, "") if topic else ""
             if group:
+                groups.add(group)
                 headers = {name: item.headers[name] for name in item.headers if name != GROUP}
                 item = replace(item, headers=headers)
             priority = "" if item.priority is None else item.priority
             arguments += (group, priority, codec.milliseconds(item.not_before), codec.encode(item))
-        answer = await self._confirmed(lifecycle.SEND, queue, arguments)
+        answer = await self._scripts.run_whole(
+            lifecycle.SEND, queue, *arguments, groups=sorted(groups), run=self._confirmed
+        )
         if answer is None:
             raise _not_found(queue, "publish")
         positions, evicted = answer
@@ -164,21 +172,20 @@ class RedisListBackend:
             for item, position in zip(envelopes, positions, strict=True)
         ]
 
-    async def _confirmed(self, script: Script, queue: str, arguments: Sequence[Any]) -> Any:
-        place = Place.of(queue)
+    async def _confirmed(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         if self._replicas == 1:
-            return await self._run(script, place, *arguments)
+            return await self.link.run(script, keys, *arguments)
         wait = self.link.address.timeout / 2
         answer, copies = await self.link.run_and_wait(
-            script, place.keys, [place.base, *arguments], self._replicas - 1, wait
+            script, keys, arguments, self._replicas - 1, wait
         )
-        if answer not in (None, ASIDE) and copies < self._replicas - 1:
+        if answer not in (None, ASIDE, STALE_KEYS) and copies < self._replicas - 1:
             raise SendTimeout(
                 f"Redis has the messages, but only {copies} of {self._replicas - 1} replicas "
                 f"confirmed them within {wait:g} s: they may be lost if it fails now",
                 backend=self.name,
                 operation="publish",
-                queue=queue,
+                queue=keys[1],
             )
         return answer
 
@@ -195,6 +202,7 @@ class RedisListBackend:
             kind = RedisSubscription if self._reliable else UnreliableSubscription
             subscription = kind(
                 self.link,
+                self._scripts,
                 place,
                 spec,
                 lease=self._lease(spec),
@@ -220,7 +228,7 @@ class RedisListBackend:
     async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
         place = Place.of(spec.queue)
-        joined = await self._run(lifecycle.JOIN, place, spec.group)
+        joined = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
         if joined is None:
             raise _not_found(spec.queue, "subscribe")
         kind, *most = joined
@@ -250,7 +258,7 @@ class RedisListBackend:
 
     async def _is_topic(self, queue: str) -> bool:
         with translated("publish", queue):
-            kind: bytes | None = await self.link.command("HGET", Place.of(queue).keys[0], "kind")
+            kind: bytes | None = await self.link.command("HGET", Place.of(queue).meta, "kind")
         return kind == b"topic"
 
     # Admin
@@ -312,13 +320,10 @@ class RedisListBackend:
 
     async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
         with translated(operation, queue):
-            answer = await self._run(script, Place.of(queue), *arguments)
+            answer = await self._scripts.run_whole(script, queue, *arguments)
         if answer is None:
             raise _not_found(queue, operation)
         return answer
-
-    async def _run(self, script: Script, place: Place, *arguments: Any) -> Any:
-        return await self.link.run(script, place.keys, place.base, *arguments)
 
     # DeadLetterSource, DroppedLetterSource
 
@@ -335,7 +340,7 @@ class RedisListBackend:
         self._drop_callbacks.append(callback)
 
     async def _bury(self, place: Place, letter: DeadLetter) -> None:
-        target = await self.link.command("HGET", place.keys[0], "dead_letter")
+        target = await self.link.command("HGET", place.meta, "dead_letter")
         if target:  # empty: the consumer wants none
             name = target.decode()
             try:

@@ -18,6 +18,7 @@ from qkit.backends.redis.driver import Reply, Wire, Word
 from qkit.backends.redis.errors import BACKEND, DRIVER_ERRORS, error_of, translated
 from qkit.backends.redis.keys import Place
 from qkit.backends.redis.lease_renewal import Renewals
+from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
 from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
@@ -46,6 +47,7 @@ class RedisSubscription:
     def __init__(
         self,
         link: Link,
+        scripts: QueueScripts,
         place: Place,
         spec: SubscriptionSpec,
         *,
@@ -55,6 +57,7 @@ class RedisSubscription:
         max_deliveries: int | None,
     ) -> None:
         self._link = link
+        self._scripts = scripts
         self._place = place
         self._prefetch = spec.prefetch
         self._lease = lease
@@ -127,8 +130,7 @@ class RedisSubscription:
             if self._drained:
                 await asyncio.sleep(0)  # first whoever waits for what the last claim brought
             else:
-                claim = await self._link.run(lifecycle.CLAIM, self._place.keys, *self._claim(count))
-                wait = await self._take(claim, count)
+                wait = await self._take(await self._claim(count), count)
             while self._receivers and not self._claimed and not self._stopped:
                 wait = await self._take(await self._park(wait, count), count)
         except Exception as error:  # whatever it was, a receive must hear of it
@@ -138,19 +140,26 @@ class RedisSubscription:
             self._news.set()
             self._return_claimed()
 
-    def _claim(self, count: int) -> tuple[str, int, int]:
-        """What the claim script is told."""
-        return self._place.base, count, round(self._lease * 1000)
+    async def _claim(self, count: int) -> Reply:
+        """Claim up to ``count`` messages."""
+        arguments = count, round(self._lease * 1000)
+        claim = await self._scripts.run_part(lifecycle.CLAIM, self._place, *arguments)
+        if claim == DISTRIBUTE_FIRST:  # another program pushed to the topic's own name
+            await self._scripts.run_whole(lifecycle.DISTRIBUTE, self._place.queue)
+            claim = await self._scripts.run_part(lifecycle.CLAIM, self._place, *arguments, 1)
+        return claim
 
     async def _park(self, seconds: float, count: int) -> Reply:
         """Wait on the server for a message, then claim: both in one round trip."""
         assert self._parker is not None
-        keys, told = self._place.keys, self._claim(count)
-        ingress, arrived = self._place.ingress, f"{self._place.base}:in"
+        place = self._place
+        keys, levels = self._scripts.part_call(place)
+        told = levels, count, round(self._lease * 1000)
+        timeout = max(0.001, round(seconds, 3))
         self._parked_until = self._clock.monotonic() + seconds
         moved, claim = await self._parker.call_all(
             [
-                ("BLMOVE", ingress, arrived, "LEFT", "RIGHT", max(0.001, round(seconds, 3))),
+                ("BLMOVE", place.ingress, place.arrived, "LEFT", "RIGHT", timeout),
                 ("EVALSHA", lifecycle.CLAIM.sha, len(keys), *keys, *told),
             ],
             longer=seconds,
@@ -160,7 +169,9 @@ class RedisSubscription:
         if isinstance(claim, Exception):
             if not is_forgotten(claim):
                 raise claim
-            return await self._link.run(lifecycle.CLAIM, keys, *told)
+            return await self._claim(count)
+        if claim in (STALE_KEYS, DISTRIBUTE_FIRST):
+            return await self._claim(count)
         return claim
 
     def _lost(self, error: BaseException) -> SubscriptionLost:
@@ -232,7 +243,7 @@ class RedisSubscription:
         )
         try:
             await self._bury(self._place, letter)
-            await self._link.run(lifecycle.ACK, self._place.keys, self._place.base, token)
+            await self._link.run(lifecycle.ACK, self._place.held_keys, token)
         except Exception as failure:
             self._tell(failure)
             raise
@@ -278,9 +289,7 @@ class RedisSubscription:
             return
         try:
             with translated("release", self._place.queue):
-                await self._link.run(
-                    lifecycle.RELEASE, self._place.keys, self._place.base, *arguments
-                )
+                await self._scripts.run_part(lifecycle.RELEASE, self._place, *arguments)
         except QueueError as error:  # their leases end by themselves
             logger.warning("%s: messages could not be given back: %s", self._place.queue, error)
 
@@ -321,8 +330,8 @@ class RedisSubscription:
     async def _release(self, token: str, delay: float, content: bytes) -> int:
         milliseconds = _ms(delay) if delay > 0 else 0
         with translated("release", self._place.queue):
-            done = await self._link.run(
-                lifecycle.RELEASE, self._place.keys, self._place.base, token, milliseconds, content
+            done = await self._scripts.run_part(
+                lifecycle.RELEASE, self._place, token, milliseconds, content
             )
         return int(done[0]) if done else 0
 
@@ -371,14 +380,14 @@ class RedisSubscription:
     async def _ack_all(self, *tokens: str | int) -> list[int]:
         with translated("ack", self._place.queue):
             done: int | list[int] = await self._link.run(
-                lifecycle.ACK, self._place.keys, self._place.base, *tokens
+                lifecycle.ACK, self._place.held_keys, *tokens
             )
         return [1] * done if isinstance(done, int) else done
 
     async def _extend_all(self, *arguments: str | int) -> list[int]:
         with translated("extend", self._place.queue):
             done: list[int] = await self._link.run(
-                lifecycle.EXTEND, self._place.keys, self._place.base, *arguments
+                lifecycle.EXTEND, self._place.lease_keys, *arguments
             )
         return done
 
