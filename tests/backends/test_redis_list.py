@@ -677,7 +677,7 @@ async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
-    backend._replicas = 2
+    backend._publisher.replicas = 2
     backend.link.address.timeout = 0.2
     with pytest.raises(SendTimeout, match="0 of 1 replicas"):
         await backend.publish(name, [Envelope("a", b"x")])

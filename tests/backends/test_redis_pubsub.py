@@ -16,7 +16,7 @@ from qkit import Channel, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
 from qkit.backend import Admin, DeadLetterSource, Delivery, QueueSpec, SubscriptionSpec
 from qkit.backends.factory import open_backend
-from qkit.backends.redis import codec, pubsub_backend, pubsub_subscription
+from qkit.backends.redis import codec, pubsub_publisher, pubsub_subscription
 from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.backends.redis.pubsub_subscription import Listening
 from qkit.errors import (
@@ -189,7 +189,7 @@ async def test_what_no_subscriber_receives_is_counted_and_logged_once_in_a_while
     async with backend.subscribe(spec(name)):
         await backend.publish(name, [Envelope("701", b"1")])
     assert backend.unheard == 701
-    monkeypatch.setattr(pubsub_backend, "LOG_INTERVAL_SECONDS", 0.0)
+    monkeypatch.setattr(pubsub_publisher, "LOG_INTERVAL_SECONDS", 0.0)
     other = f"{name}-other"
     with caplog.at_level(logging.WARNING, logger="qkit"):
         for _ in range(2):

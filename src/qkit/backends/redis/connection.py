@@ -16,6 +16,7 @@ from qkit.backends.redis.driver import Reply, Wire, Word
 from qkit.backends.redis.errors import BACKEND, translated
 from qkit.backends.redis.scripts.script import Script
 from qkit.errors import BackendUnavailable
+from qkit.settings.model import Settings
 
 __all__ = ["Address", "Link"]
 
@@ -45,6 +46,22 @@ class Address:
             "ssl_keyfile": tls_key_file,
         }
         self._tls = {name: path for name, path in files.items() if path is not None}
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Address:
+        """The server that the settings name."""
+        assert settings.url is not None
+        ca_file, cert_file, key_file = (
+            None if path is None else str(path)
+            for path in (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
+        )
+        return cls(
+            settings.url.get_secret_value(),
+            timeout=settings.send_timeout,
+            tls_ca_file=ca_file,
+            tls_cert_file=cert_file,
+            tls_key_file=key_file,
+        )
 
     def options(self) -> dict[str, Any]:
         """What every kind of connection has in common, in a thread or in the loop."""

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import hiredis
+import redis
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
@@ -44,11 +45,7 @@ class Wire(asyncio.Protocol):
     """A connection that is dead when an answer is ``timeout`` seconds late."""
 
     def __init__(self, connection: AbstractConnection, timeout: float) -> None:
-        # The stream that the driver opened: nobody reads or writes it any more but through here.
-        reader, self._stream = connection._reader, connection._writer  # pyright: ignore[reportPrivateUsage]  # there is no public way to them
-        connection._reader = connection._writer = None  # pyright: ignore[reportPrivateUsage]  # they are not its own now
-        assert reader is not None
-        assert self._stream is not None
+        reader, self._stream = _take_stream(connection)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport = self._stream.transport
         self._timeout = timeout
@@ -161,3 +158,23 @@ class Wire(asyncio.Protocol):
                 await asyncio.shield(self._gone)
                 return
         self._transport.abort()
+
+
+Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def _take_stream(connection: AbstractConnection) -> Stream:
+    """Take the open stream out of a connection of redis-py, which must not use it afterwards.
+
+    redis-py gives no public access to it. Tested with redis-py 8.1.
+    """
+    try:
+        reader, writer = connection._reader, connection._writer  # pyright: ignore[reportPrivateUsage]  # see above
+    except AttributeError as error:
+        raise exceptions.RedisError(
+            f"qkit cannot use redis-py {redis.__version__}: install an older version"
+        ) from error
+    assert reader is not None
+    assert writer is not None
+    connection._reader = connection._writer = None  # pyright: ignore[reportPrivateUsage]  # see above
+    return reader, writer

@@ -10,9 +10,9 @@ from typing import Final
 
 from redis import exceptions
 
-from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull
+from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull, QueueNotFound
 
-__all__ = ["BACKEND", "DRIVER_ERRORS", "error_of", "translated"]
+__all__ = ["BACKEND", "DRIVER_ERRORS", "error_of", "queue_not_found", "translated"]
 
 BACKEND: Final = "redis"
 
@@ -53,6 +53,16 @@ def error_of(error: BaseException, operation: str, queue: str | None = None) -> 
     """What an error of the driver means here; the most specific kinds come first."""
     kind, text = _meaning(error)
     return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
+
+
+def queue_not_found(queue: str, operation: str) -> QueueNotFound:
+    """The error for a queue without a declaration on the server."""
+    return QueueNotFound(
+        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
+        backend=BACKEND,
+        operation=operation,
+        queue=queue,
+    )
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:

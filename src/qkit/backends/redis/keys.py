@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["MIN_LEVELS", "Place"]
+__all__ = ["MIN_LEVELS", "QUEUES", "Place"]
 
+QUEUES: Final = "qkit:queues"  # the names of all queues; a channel's name cannot hold a colon
 MIN_LEVELS: Final = 10  # priorities 0 to 9, unless a queue's max_priority is higher
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
-from typing import Any, Final
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.tasks import to_its_end
@@ -15,28 +13,18 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
 from qkit.backends.redis.at_most_once_subscription import UnreliableSubscription
 from qkit.backends.redis.connection import Address, Link
-from qkit.backends.redis.errors import BACKEND, translated
-from qkit.backends.redis.keys import Place
+from qkit.backends.redis.errors import BACKEND, queue_not_found, translated
+from qkit.backends.redis.keys import QUEUES, Place
+from qkit.backends.redis.list_admin import ListAdmin
+from qkit.backends.redis.list_publisher import ListPublisher
 from qkit.backends.redis.list_subscription import RedisSubscription
-from qkit.backends.redis.queue_scripts import STALE_KEYS, QueueScripts
-from qkit.backends.redis.scripts import admin, lifecycle
-from qkit.backends.redis.scripts.script import Script
-from qkit.errors import (
-    ConfigError,
-    PartialSend,
-    QueueError,
-    QueueFull,
-    QueueNotFound,
-    SendTimeout,
-)
-from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.backends.redis.queue_scripts import QueueScripts
+from qkit.backends.redis.scripts import lifecycle
+from qkit.errors import ConfigError, QueueNotFound
+from qkit.message import DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["RedisListBackend"]
-
-QUEUES: Final = "qkit:queues"  # the names of all queues; no channel's name can hold a colon
-BATCH: Final = 500  # ids in one call of a script
-FULL: Final = -2
-ASIDE: Final = -1  # not by the short way
+__all__ = ["RedisListBackend", "from_settings"]
 
 
 class RedisListBackend:
@@ -67,9 +55,12 @@ class RedisListBackend:
         self._reliable = reliable
         if not reliable:
             self.capabilities = MATRIX["redis-list-unreliable"]
-        self._replicas = replicas
         self.link = Link(address if isinstance(address, Address) else Address(address))
         self._scripts = QueueScripts(self.link)
+        self._publisher = ListPublisher(
+            self.link, self._scripts, replicas=replicas, on_evicted=self._dropped
+        )
+        self._admin = ListAdmin(self.link, self._scripts)
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
@@ -80,8 +71,8 @@ class RedisListBackend:
         self.link.connect()
         try:
             await self.ping()
-            if self._replicas > 1:
-                await self._check_replicas(self._replicas)
+            if self._publisher.replicas > 1:
+                await self._check_replicas(self._publisher.replicas)
         except BaseException:
             await self.link.aclose()
             raise
@@ -93,9 +84,9 @@ class RedisListBackend:
         ``QueueNotFound`` when it does not exist.
         """
         with translated("declare", spec.name):
-            if spec.replicas > self._replicas:
+            if spec.replicas > self._publisher.replicas:
                 await self._check_replicas(spec.replicas)
-                self._replicas = spec.replicas
+                self._publisher.replicas = spec.replicas
             kind = "topic" if spec.broadcast else "queue"
             told = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
             if not spec.passive:
@@ -103,7 +94,7 @@ class RedisListBackend:
             keys = Place.of(spec.name).declaration_keys
             found = await self.link.run(lifecycle.DECLARE, keys, *told)
         if found is None:
-            raise _not_found(spec.name, "declare")
+            raise queue_not_found(spec.name, "declare")
         if found.decode() != kind:
             raise ConfigError(
                 f"{spec.name!r} was declared as a {found.decode()} and now as a {kind}: declare "
@@ -115,79 +106,7 @@ class RedisListBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        results: list[Sent | QueueError] = []
-        for batch in codec.batches(envelopes):
-            try:
-                results += await self._send(queue, batch)
-            except QueueError as error:
-                if not results:
-                    raise
-                results += [error] * (len(envelopes) - len(results))
-                break
-        sent = [item for item in results if isinstance(item, Sent)]
-        if len(sent) < len(results):
-            raise PartialSend.of(results, backend=self.name, queue=queue)
-        return sent
-
-    async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
-        with translated("publish", queue):
-            first = ASIDE
-            if all(map(_is_plain, envelopes)):
-                frames = [codec.encode(item) for item in envelopes]
-                keys = Place.of(queue).plain_keys
-                first = await self._confirmed(lifecycle.PLAIN, keys, *frames)
-                if first is None:
-                    raise _not_found(queue, "publish")
-            if first != ASIDE:
-                return [Sent(item.id, first + at) for at, item in enumerate(envelopes)]
-            return await self._send_aside(queue, envelopes)
-
-    async def _send_aside(
-        self, queue: str, envelopes: Sequence[Envelope]
-    ) -> list[Sent | QueueError]:
-        arguments: list[str | int | bytes] = []
-        groups: set[str] = set()
-        # In a queue of dead letters the header is a fact like the others.
-        topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
-        for item in envelopes:
-            group = item.headers.get(GROUP, "") if topic else ""
-            if group:
-                groups.add(group)
-                headers = {name: item.headers[name] for name in item.headers if name != GROUP}
-                item = replace(item, headers=headers)
-            priority = "" if item.priority is None else item.priority
-            arguments += (group, priority, codec.milliseconds(item.not_before), codec.encode(item))
-        answer = await self._scripts.run_whole(
-            lifecycle.SEND, queue, *arguments, groups=sorted(groups), run=self._confirmed
-        )
-        if answer is None:
-            raise _not_found(queue, "publish")
-        positions, evicted = answer
-        for content in evicted:
-            self._dropped(queue, content)
-        return [
-            _full(queue, item)
-            if position == FULL
-            else Sent(item.id, position if position >= 0 else None)
-            for item, position in zip(envelopes, positions, strict=True)
-        ]
-
-    async def _confirmed(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
-        if self._replicas == 1:
-            return await self.link.run(script, keys, *arguments)
-        wait = self.link.address.timeout / 2
-        answer, copies = await self.link.run_and_wait(
-            script, keys, arguments, self._replicas - 1, wait
-        )
-        if answer not in (None, ASIDE, STALE_KEYS) and copies < self._replicas - 1:
-            raise SendTimeout(
-                f"Redis has the messages, but only {copies} of {self._replicas - 1} replicas "
-                f"confirmed them within {wait:g} s: they may be lost if it fails now",
-                backend=self.name,
-                operation="publish",
-                queue=keys[1],
-            )
-        return answer
+        return await self._publisher.publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RedisSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
@@ -230,7 +149,7 @@ class RedisListBackend:
         place = Place.of(spec.queue)
         joined = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
         if joined is None:
-            raise _not_found(spec.queue, "subscribe")
+            raise queue_not_found(spec.queue, "subscribe")
         kind, *most = joined
         return place.of_group(spec.group) if kind == b"topic" else place, most[0] if most else None
 
@@ -256,74 +175,31 @@ class RedisListBackend:
                 operation="start",
             )
 
-    async def _is_topic(self, queue: str) -> bool:
-        with translated("publish", queue):
-            kind: bytes | None = await self.link.command("HGET", Place.of(queue).meta, "kind")
-        return kind == b"topic"
-
     # Admin
 
     async def queues(self) -> list[str]:
         """The names of all queues and topics that were declared on this server."""
-        with translated("queues"):
-            return sorted(name.decode() for name in await self.link.command("SMEMBERS", QUEUES))
+        return await self._admin.queues()
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
-        ready, held, scheduled = await self._ask(admin.STATS, queue, "stats")
-        return QueueStats(
-            queue=queue,
-            depth=ready,
-            in_flight=held,
-            scheduled=scheduled,
-            consumers=await self._consumers(queue),
-        )
-
-    async def _consumers(self, queue: str) -> int | None:
-        """How many subscriptions the server has a connection of, by the names they gave it."""
-        try:
-            with translated("stats", queue):
-                clients: bytes = await self.link.command("CLIENT", "LIST", "TYPE", "normal")
-        except ConfigError:  # this user may not ask
-            return None
-        name = re.escape(Place.of(queue).client)
-        return len(re.findall(rf" name={name}[: ]".encode(), clients))
+        return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
         """The next messages in order of delivery, delayed ones last."""
-        found = await self._ask(admin.PEEK, queue, "peek", limit)
-        envelopes: list[Envelope] = []
-        for at in range(0, len(found), 2):
-            envelope, _ = codec.decode(found[at + 1])
-            if found[at]:
-                envelope.headers[GROUP] = found[at].decode()
-            envelopes.append(envelope)
-        return envelopes
+        return await self._admin.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return int(await self._ask(admin.PURGE, queue, "purge"))
+        return await self._admin.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
-        gone = 0
-        for at in range(0, len(ids), BATCH):
-            some = [codec.wire_id(id) for id in ids[at : at + BATCH]]
-            gone += int(await self._ask(admin.REMOVE, queue, "remove", *some))
-        return gone
+        return await self._admin.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
-        await self._ask(admin.DELETE, queue, "delete")
-        with translated("delete", queue):
-            await self.link.command("SREM", QUEUES, queue)
-
-    async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
-        with translated(operation, queue):
-            answer = await self._scripts.run_whole(script, queue, *arguments)
-        if answer is None:
-            raise _not_found(queue, operation)
-        return answer
+        await self._admin.delete(queue)
 
     # DeadLetterSource, DroppedLetterSource
 
@@ -357,6 +233,22 @@ class RedisListBackend:
             callback(letter)
 
 
+def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
+    """Build the backend that the settings describe, not yet started.
+
+    Args:
+        settings: Settings with ``type="redis"`` and ``mode="list"``.
+        clock: Time of the service.
+    """
+    return RedisListBackend(
+        Address.from_settings(settings),
+        clock=clock,
+        ack_deadline=settings.ack_deadline,
+        replicas=settings.replicas,
+        reliable=settings.reliable,
+    )
+
+
 def _declaration(spec: QueueSpec) -> list[str | int]:
     """The default dead-letter queue, then the fields that are set, with their values."""
     letters = spec.dead_letter or ""
@@ -369,30 +261,3 @@ def _declaration(spec: QueueSpec) -> list[str | int]:
     }
     given = {name: value for name, value in fields.items() if value is not None}
     return [letters, *(word for field in given.items() for word in field)]
-
-
-def _is_plain(envelope: Envelope) -> bool:
-    return (
-        envelope.priority in (None, 5)
-        and envelope.not_before is None
-        and GROUP not in envelope.headers
-    )
-
-
-def _not_found(queue: str, operation: str) -> QueueNotFound:
-    return QueueNotFound(
-        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
-        backend=BACKEND,
-        operation=operation,
-        queue=queue,
-    )
-
-
-def _full(queue: str, envelope: Envelope) -> QueueFull:
-    return QueueFull(
-        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
-        backend=BACKEND,
-        operation="publish",
-        queue=queue,
-        message_id=envelope.id,
-    )
