@@ -46,4 +46,4 @@ async def test_a_driver_without_these_attributes_is_refused_with_its_version() -
         """A connection as another version may have it."""
 
     with pytest.raises(exceptions.RedisError, match=r"cannot use redis-py \d"):
-        driver.Wire(Other(), 1.0)  # type: ignore[arg-type]  # that is the point
+        driver.PipelinedConnection(Other(), 1.0)  # type: ignore[arg-type]  # that is the point

@@ -13,9 +13,9 @@ import redis.asyncio
 from redis import exceptions
 
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.redis.connection import Address, Link
-from qkit.backends.redis.driver import Wire
-from qkit.backends.redis.keys import Place
+from qkit.backends.redis.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.redis.driver import PipelinedConnection
+from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import admin, lifecycle
@@ -75,23 +75,23 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(script, "source", strict.source)
         monkeypatch.setattr(script, "sha", strict.sha)
         by_sha[strict.sha] = constant
-    call, call_all = Wire.call, Wire.call_all
+    call, call_all = PipelinedConnection.call, PipelinedConnection.call_all
 
     def note(words: Any) -> None:
         if words[0] == "EVALSHA":
             ran.add(by_sha[words[1]])
 
-    def noted(wire: Wire, *words: Any, **options: Any) -> Any:
+    def noted(connection: PipelinedConnection, *words: Any, **options: Any) -> Any:
         note(words)
-        return call(wire, *words, **options)
+        return call(connection, *words, **options)
 
-    def all_noted(wire: Wire, commands: Any, **options: Any) -> Any:
+    def all_noted(connection: PipelinedConnection, commands: Any, **options: Any) -> Any:
         for words in commands:
             note(words)
-        return call_all(wire, commands, **options)
+        return call_all(connection, commands, **options)
 
-    monkeypatch.setattr(Wire, "call", noted)
-    monkeypatch.setattr(Wire, "call_all", all_noted)
+    monkeypatch.setattr(PipelinedConnection, "call", noted)
+    monkeypatch.setattr(PipelinedConnection, "call_all", all_noted)
     return ran
 
 
@@ -110,7 +110,7 @@ async def take(subscription: Any, count: int) -> list[Delivery]:
 async def test_no_script_touches_a_key_that_was_not_passed(
     redis_url: str, name: str, guarded: set[str]
 ) -> None:
-    await tour(Address(redis_url), name)
+    await tour(ConnectionParameters(redis_url), name)
     backend = RedisListBackend(redis_url)
     await backend.start()
     raw: Any = redis.asyncio.Redis.from_url(redis_url)
@@ -153,12 +153,12 @@ async def test_no_script_touches_a_key_that_was_not_passed(
 
 
 async def test_the_guard_finds_an_undeclared_key(redis_url: str, name: str) -> None:
-    link = Link(Address(redis_url))
-    link.connect()
+    connection = ReconnectingConnection(ConnectionParameters(redis_url))
+    connection.connect()
     script = Script(GUARD + "return redis.call('LLEN', KEYS[1] .. ':in')")
     with pytest.raises(exceptions.ResponseError, match=f"undeclared key {name}:in in LLEN"):
-        await link.run(script, [name])
-    await link.aclose()
+        await connection.run(script, [name])
+    await connection.aclose()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -205,20 +205,20 @@ async def test_groups_that_another_process_added_are_found(redis_url: str, name:
 async def test_a_known_layout_costs_no_further_round_trip(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    link = Link(Address(redis_url))
-    link.connect()
-    scripts = QueueScripts(link)
-    await link.run(lifecycle.DECLARE, Place.of(name).declaration_keys, "topic", 0, "")
+    connection = ReconnectingConnection(ConnectionParameters(redis_url))
+    connection.connect()
+    scripts = QueueScripts(connection)
+    await connection.run(lifecycle.DECLARE, QueueKeys.of(name).declaration_keys, "topic", 0, "")
     for group in ("one", "two"):
         await scripts.run_whole(lifecycle.JOIN, name, group)
     assert await scripts.run_whole(admin.STATS, name) == [0, 0, 0]
     read: list[Any] = []
-    monkeypatch.setattr(link, "commands", read.append)
+    monkeypatch.setattr(connection, "commands", read.append)
     assert await scripts.run_whole(admin.STATS, name) == [0, 0, 0]
     assert read == []
     monkeypatch.undo()
     await scripts.run_whole(admin.DELETE, name)
-    await link.aclose()
+    await connection.aclose()
 
 
 async def test_a_claim_during_the_move_of_a_slot_loses_nothing(name: str) -> None:

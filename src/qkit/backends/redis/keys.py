@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Final
 
-__all__ = ["MIN_LEVELS", "QUEUES", "Place"]
+__all__ = ["MIN_LEVELS", "QUEUES", "QueueKeys"]
 
 QUEUES: Final = "qkit:queues"  # the names of all queues; a channel's name cannot hold a colon
 MIN_LEVELS: Final = 10  # priorities 0 to 9, unless a queue's max_priority is higher
 
 
-class Place:
+class QueueKeys:
     """Key names of a queue, of a topic, or of one group of a topic.
 
-    >>> Place.of("orders").plain_keys[:3]
+    >>> QueueKeys.of("orders").plain_keys[:3]
     ('{orders}:meta', 'orders', '{orders}:in')
-    >>> Place.of("prices").of_group("mail").ingress
+    >>> QueueKeys.of("prices").of_group("mail").ingress
     '{prices}:g.mail'
     """
 
@@ -63,19 +63,19 @@ class Place:
         )
 
     @staticmethod
-    def of(queue: str) -> Place:
+    def of(queue: str) -> QueueKeys:
         """A queue, or a topic as a whole; other programs find it under its own name."""
-        return _place(queue)
+        return _keys(queue)
 
-    def of_group(self, group: str) -> Place:
+    def of_group(self, group: str) -> QueueKeys:
         """What a group of this topic receives."""
-        return Place(self.queue, group)
+        return QueueKeys(self.queue, group)
 
     @property
     def client(self) -> str:
         """Name of a consumer's connection on the server; ``stats`` counts consumers by it.
 
-        >>> Place.of("prices").of_group("mail").client
+        >>> QueueKeys.of("prices").of_group("mail").client
         'qkit:prices:mail'
         """
         return f"qkit:{self.queue}" if self.group is None else f"qkit:{self.queue}:{self.group}"
@@ -105,18 +105,18 @@ class Place:
 
 # To build the names costs more than to look them up.
 @lru_cache(maxsize=512)
-def _place(queue: str) -> Place:
-    return Place(queue)
+def _keys(queue: str) -> QueueKeys:
+    return QueueKeys(queue)
 
 
 @lru_cache(maxsize=512)
-def _part_keys(place: Place, levels: int) -> tuple[str, ...]:
-    return place.meta, place.queue, *place.part(levels)
+def _part_keys(keys: QueueKeys, levels: int) -> tuple[str, ...]:
+    return keys.meta, keys.queue, *keys.part(levels)
 
 
 @lru_cache(maxsize=128)
-def _whole_keys(place: Place, levels: int, groups: tuple[str, ...]) -> tuple[str, ...]:
-    keys = [place.meta, place.queue, place.group_names, *place.part(levels)]
+def _whole_keys(keys: QueueKeys, levels: int, groups: tuple[str, ...]) -> tuple[str, ...]:
+    names = [keys.meta, keys.queue, keys.group_names, *keys.part(levels)]
     for group in groups:
-        keys += place.of_group(group).part(levels)
-    return tuple(keys)
+        names += keys.of_group(group).part(levels)
+    return tuple(names)

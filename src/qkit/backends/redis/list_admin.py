@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from qkit.backend import QueueStats
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Link
-from qkit.backends.redis.errors import queue_not_found, translated
-from qkit.backends.redis.keys import QUEUES, Place
+from qkit.backends.redis.connection import ReconnectingConnection
+from qkit.backends.redis.errors import queue_not_found, translate_errors
+from qkit.backends.redis.keys import QUEUES, QueueKeys
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import admin
 from qkit.backends.redis.scripts.script import Script
@@ -26,18 +26,20 @@ class ListAdmin:
     """``Admin`` on Redis lists.
 
     Args:
-        link: Connection for commands.
+        connection: Connection for commands.
         scripts: Runs scripts on whole queues.
     """
 
-    def __init__(self, link: Link, scripts: QueueScripts) -> None:
-        self._link = link
+    def __init__(self, connection: ReconnectingConnection, scripts: QueueScripts) -> None:
+        self._connection = connection
         self._scripts = scripts
 
     async def queues(self) -> list[str]:
         """The names of all queues and topics that were declared on this server."""
-        with translated("queues"):
-            return sorted(name.decode() for name in await self._link.command("SMEMBERS", QUEUES))
+        with translate_errors("queues"):
+            return sorted(
+                name.decode() for name in await self._connection.command("SMEMBERS", QUEUES)
+            )
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
@@ -53,11 +55,11 @@ class ListAdmin:
     async def _consumers(self, queue: str) -> int | None:
         """How many subscriptions the server has a connection of, by the names they gave it."""
         try:
-            with translated("stats", queue):
-                clients: bytes = await self._link.command("CLIENT", "LIST", "TYPE", "normal")
+            with translate_errors("stats", queue):
+                clients: bytes = await self._connection.command("CLIENT", "LIST", "TYPE", "normal")
         except ConfigError:  # this user may not ask
             return None
-        name = re.escape(Place.of(queue).client)
+        name = re.escape(QueueKeys.of(queue).client)
         return len(re.findall(rf" name={name}[: ]".encode(), clients))
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
@@ -86,11 +88,11 @@ class ListAdmin:
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
         await self._ask(admin.DELETE, queue, "delete")
-        with translated("delete", queue):
-            await self._link.command("SREM", QUEUES, queue)
+        with translate_errors("delete", queue):
+            await self._connection.command("SREM", QUEUES, queue)
 
     async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
-        with translated(operation, queue):
+        with translate_errors(operation, queue):
             answer = await self._scripts.run_whole(script, queue, *arguments)
         if answer is None:
             raise queue_not_found(queue, operation)

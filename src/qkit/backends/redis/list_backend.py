@@ -11,13 +11,13 @@ from qkit._internal.tasks import to_its_end
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
-from qkit.backends.redis.at_most_once_subscription import UnreliableSubscription
-from qkit.backends.redis.connection import Address, Link
-from qkit.backends.redis.errors import BACKEND, queue_not_found, translated
-from qkit.backends.redis.keys import QUEUES, Place
+from qkit.backends.redis.at_most_once_subscription import AtMostOnceSubscription
+from qkit.backends.redis.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
+from qkit.backends.redis.keys import QUEUES, QueueKeys
 from qkit.backends.redis.list_admin import ListAdmin
 from qkit.backends.redis.list_publisher import ListPublisher
-from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import ConfigError, QueueNotFound
@@ -43,7 +43,7 @@ class RedisListBackend:
 
     def __init__(
         self,
-        address: Address | str,
+        parameters: ConnectionParameters | str,
         *,
         clock: Clock | None = None,
         ack_deadline: float = 30.0,
@@ -55,12 +55,16 @@ class RedisListBackend:
         self._reliable = reliable
         if not reliable:
             self.capabilities = MATRIX["redis-list-unreliable"]
-        self.link = Link(address if isinstance(address, Address) else Address(address))
-        self._scripts = QueueScripts(self.link)
-        self._publisher = ListPublisher(
-            self.link, self._scripts, replicas=replicas, on_evicted=self._dropped
+        self.connection = ReconnectingConnection(
+            parameters
+            if isinstance(parameters, ConnectionParameters)
+            else ConnectionParameters(parameters)
         )
-        self._admin = ListAdmin(self.link, self._scripts)
+        self._scripts = QueueScripts(self.connection)
+        self._publisher = ListPublisher(
+            self.connection, self._scripts, replicas=replicas, on_evicted=self._dropped
+        )
+        self._admin = ListAdmin(self.connection, self._scripts)
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
@@ -68,13 +72,13 @@ class RedisListBackend:
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the replicas are missing."""
-        self.link.connect()
+        self.connection.connect()
         try:
             await self.ping()
             if self._publisher.replicas > 1:
                 await self._check_replicas(self._publisher.replicas)
         except BaseException:
-            await self.link.aclose()
+            await self.connection.aclose()
             raise
 
     async def declare(self, spec: QueueSpec) -> None:
@@ -83,16 +87,16 @@ class RedisListBackend:
         Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
         ``QueueNotFound`` when it does not exist.
         """
-        with translated("declare", spec.name):
+        with translate_errors("declare", spec.name):
             if spec.replicas > self._publisher.replicas:
                 await self._check_replicas(spec.replicas)
                 self._publisher.replicas = spec.replicas
             kind = "topic" if spec.broadcast else "queue"
-            told = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
+            arguments = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
             if not spec.passive:
-                await self.link.command("SADD", QUEUES, spec.name)
-            keys = Place.of(spec.name).declaration_keys
-            found = await self.link.run(lifecycle.DECLARE, keys, *told)
+                await self.connection.command("SADD", QUEUES, spec.name)
+            keys = QueueKeys.of(spec.name).declaration_keys
+            found = await self.connection.run(lifecycle.DECLARE, keys, *arguments)
         if found is None:
             raise queue_not_found(spec.name, "declare")
         if found.decode() != kind:
@@ -108,25 +112,23 @@ class RedisListBackend:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         return await self._publisher.publish(queue, envelopes)
 
-    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RedisSubscription]:
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[ListSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
         return self._subscription(spec)
 
     @asynccontextmanager
-    async def _subscription(
-        self, spec: SubscriptionSpec
-    ) -> AsyncGenerator[RedisSubscription, None]:
-        with translated("subscribe", spec.queue):
-            place, max_deliveries = await self._join(spec)
-            kind = RedisSubscription if self._reliable else UnreliableSubscription
+    async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[ListSubscription, None]:
+        with translate_errors("subscribe", spec.queue):
+            keys, max_deliveries = await self._join(spec)
+            kind = ListSubscription if self._reliable else AtMostOnceSubscription
             subscription = kind(
-                self.link,
+                self.connection,
                 self._scripts,
-                place,
+                keys,
                 spec,
                 lease=self._lease(spec),
                 clock=self._clock,
-                bury=self._bury,
+                write_dead_letter=self._dead_letter,
                 max_deliveries=max_deliveries,
             )
             try:
@@ -144,27 +146,27 @@ class RedisListBackend:
             return 0.0
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
-    async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
+    async def _join(self, spec: SubscriptionSpec) -> tuple[QueueKeys, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
-        place = Place.of(spec.queue)
+        keys = QueueKeys.of(spec.queue)
         joined = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
         if joined is None:
             raise queue_not_found(spec.queue, "subscribe")
         kind, *most = joined
-        return place.of_group(spec.group) if kind == b"topic" else place, most[0] if most else None
+        return keys.of_group(spec.group) if kind == b"topic" else keys, most[0] if most else None
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
-        with translated("ping"):
-            await self.link.command("PING")
+        with translate_errors("ping"):
+            await self.connection.command("PING")
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
-        await self.link.aclose()
+        await self.connection.aclose()
 
     async def _check_replicas(self, wanted: int) -> None:
-        with translated("start"):
-            info: bytes = await self.link.command("INFO", "replication")
+        with translate_errors("start"):
+            info: bytes = await self.connection.command("INFO", "replication")
         said = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
         connected = int(said[1]) if said else 0
         if connected < wanted - 1:
@@ -215,8 +217,8 @@ class RedisListBackend:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
 
-    async def _bury(self, place: Place, letter: DeadLetter) -> None:
-        target = await self.link.command("HGET", place.meta, "dead_letter")
+    async def _dead_letter(self, keys: QueueKeys, letter: DeadLetter) -> None:
+        target = await self.connection.command("HGET", keys.meta, "dead_letter")
         if target:  # empty: the consumer wants none
             name = target.decode()
             try:
@@ -241,7 +243,7 @@ def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
         clock: Time of the service.
     """
     return RedisListBackend(
-        Address.from_settings(settings),
+        ConnectionParameters.from_settings(settings),
         clock=clock,
         ack_deadline=settings.ack_deadline,
         replicas=settings.replicas,

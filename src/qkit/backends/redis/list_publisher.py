@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Link
-from qkit.backends.redis.errors import BACKEND, queue_not_found, translated
-from qkit.backends.redis.keys import Place
+from qkit.backends.redis.connection import ReconnectingConnection
+from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
+from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.queue_scripts import STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.backends.redis.scripts.script import Script
@@ -18,15 +18,15 @@ from qkit.message import GROUP, Envelope, Sent
 
 __all__ = ["ListPublisher"]
 
-FULL: Final = -2
-ASIDE: Final = -1  # not by the short way
+QUEUE_FULL: Final = -2  # reply of SEND for one message
+USE_GENERAL_SCRIPT: Final = -1  # reply of SEND_PLAIN: it cannot send these messages, use SEND
 
 
 class ListPublisher:
     """Adds messages to queues and topics.
 
     Args:
-        link: Connection for scripts and commands.
+        connection: Connection for scripts and commands.
         scripts: Runs scripts on whole queues.
         replicas: Number of servers that must have a message before a send returns; counts the
             primary itself.
@@ -35,14 +35,14 @@ class ListPublisher:
 
     def __init__(
         self,
-        link: Link,
+        connection: ReconnectingConnection,
         scripts: QueueScripts,
         *,
         replicas: int,
         on_evicted: Callable[[str, bytes], None],
     ) -> None:
         self.replicas = replicas
-        self._link = link
+        self._connection = connection
         self._scripts = scripts
         self._on_evicted = on_evicted
 
@@ -63,19 +63,19 @@ class ListPublisher:
         return sent
 
     async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
-        with translated("publish", queue):
-            first = ASIDE
+        with translate_errors("publish", queue):
+            first = USE_GENERAL_SCRIPT
             if all(map(_is_plain, envelopes)):
                 frames = [codec.encode(item) for item in envelopes]
-                keys = Place.of(queue).plain_keys
-                first = await self._confirmed(lifecycle.PLAIN, keys, *frames)
+                keys = QueueKeys.of(queue).plain_keys
+                first = await self._confirmed(lifecycle.SEND_PLAIN, keys, *frames)
                 if first is None:
                     raise queue_not_found(queue, "publish")
-            if first != ASIDE:
+            if first != USE_GENERAL_SCRIPT:
                 return [Sent(item.id, first + at) for at, item in enumerate(envelopes)]
-            return await self._send_aside(queue, envelopes)
+            return await self._send_general(queue, envelopes)
 
-    async def _send_aside(
+    async def _send_general(
         self, queue: str, envelopes: Sequence[Envelope]
     ) -> list[Sent | QueueError]:
         arguments: list[str | int | bytes] = []
@@ -100,24 +100,26 @@ class ListPublisher:
             self._on_evicted(queue, content)
         return [
             _full(queue, item)
-            if position == FULL
+            if position == QUEUE_FULL
             else Sent(item.id, position if position >= 0 else None)
             for item, position in zip(envelopes, positions, strict=True)
         ]
 
     async def _is_topic(self, queue: str) -> bool:
-        kind: bytes | None = await self._link.command("HGET", Place.of(queue).meta, "kind")
+        kind: bytes | None = await self._connection.command(
+            "HGET", QueueKeys.of(queue).meta, "kind"
+        )
         return kind == b"topic"
 
     async def _confirmed(self, script: Script, keys: Sequence[str], *arguments: Any) -> Any:
         """Run a script and wait for the replicas; ``keys[1]`` is the queue."""
         if self.replicas == 1:
-            return await self._link.run(script, keys, *arguments)
-        wait = self._link.address.timeout / 2
-        answer, copies = await self._link.run_and_wait(
+            return await self._connection.run(script, keys, *arguments)
+        wait = self._connection.parameters.timeout / 2
+        answer, copies = await self._connection.run_and_wait(
             script, keys, arguments, self.replicas - 1, wait
         )
-        if answer not in (None, ASIDE, STALE_KEYS) and copies < self.replicas - 1:
+        if answer not in (None, USE_GENERAL_SCRIPT, STALE_KEYS) and copies < self.replicas - 1:
             raise SendTimeout(
                 f"Redis has the messages, but only {copies} of {self.replicas - 1} replicas "
                 f"confirmed them within {wait:g} s: they may be lost if it fails now",

@@ -9,11 +9,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from qkit._internal.clock import Clock, SystemClock
 from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
-from qkit.backends.redis.connection import Address
-from qkit.backends.redis.errors import BACKEND, translated
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.pubsub_publisher import PubSubPublisher
-from qkit.backends.redis.pubsub_subscription import Listening
+from qkit.backends.redis.pubsub_subscription import PubSubSubscription
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.settings.model import Settings
 
@@ -39,13 +39,15 @@ class RedisPubSubBackend:
 
     def __init__(
         self,
-        address: Address | str,
+        parameters: ConnectionParameters | str,
         *,
         clock: Clock | None = None,
     ) -> None:
-        self._lists = RedisListBackend(address, clock=clock, reliable=False)
-        self._link = self._lists.link
-        self._publisher = PubSubPublisher(self._link, clock if clock is not None else SystemClock())
+        self._lists = RedisListBackend(parameters, clock=clock, reliable=False)
+        self._connection = self._lists.connection
+        self._publisher = PubSubPublisher(
+            self._connection, clock if clock is not None else SystemClock()
+        )
         self._queues: set[str] = set()
         self._topics: set[str] = set()
 
@@ -75,17 +77,19 @@ class RedisPubSubBackend:
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
         """Listen to a topic, or consume a queue."""
-        return self._listening(spec) if spec.broadcast else self._lists.subscribe(spec)
+        return self._subscription(spec) if spec.broadcast else self._lists.subscribe(spec)
 
     @asynccontextmanager
-    async def _listening(self, spec: SubscriptionSpec) -> AsyncGenerator[Listening, None]:
-        listening = Listening(self._link.address, spec)
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[PubSubSubscription, None]:
+        subscription = PubSubSubscription(self._connection.parameters, spec)
         try:
-            with translated("subscribe", spec.queue):
-                await listening.open()
-            yield listening
+            with translate_errors("subscribe", spec.queue):
+                await subscription.open()
+            yield subscription
         finally:
-            await asyncio.shield(listening.leave())
+            await asyncio.shield(subscription.leave())
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
@@ -139,4 +143,4 @@ def from_settings(settings: Settings, clock: Clock) -> RedisPubSubBackend:
         settings: Settings with ``type="redis"`` and ``mode="pubsub"``.
         clock: Time of the service.
     """
-    return RedisPubSubBackend(Address.from_settings(settings), clock=clock)
+    return RedisPubSubBackend(ConnectionParameters.from_settings(settings), clock=clock)

@@ -8,8 +8,8 @@ from typing import Final
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Link
-from qkit.backends.redis.errors import translated
+from qkit.backends.redis.connection import ReconnectingConnection
+from qkit.backends.redis.errors import translate_errors
 from qkit.message import Envelope, Sent
 
 __all__ = ["PubSubPublisher"]
@@ -21,22 +21,22 @@ class PubSubPublisher:
     """Sends messages to the subscribers that a channel has now.
 
     Args:
-        link: Connection for commands.
+        connection: Connection for commands.
         clock: Time of the warnings.
     """
 
-    def __init__(self, link: Link, clock: Clock) -> None:
+    def __init__(self, connection: ReconnectingConnection, clock: Clock) -> None:
         self.unheard = 0
         """Number of messages that no subscriber received."""
-        self._link = link
+        self._connection = connection
         self._clock = clock
         self._log_again: dict[str, float] = {}  # when to log again of a channel without subscribers
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Send messages to the channel, hundreds in one round trip."""
-        with translated("publish", queue):
+        with translate_errors("publish", queue):
             for batch in codec.batches(envelopes):
-                receivers: list[int] = await self._link.commands(
+                receivers: list[int] = await self._connection.commands(
                     [("PUBLISH", queue, codec.encode(envelope)) for envelope in batch]
                 )
                 if 0 in receivers:

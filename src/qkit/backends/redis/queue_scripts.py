@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
-from qkit.backends.redis.connection import Link
-from qkit.backends.redis.driver import Reply, Word
-from qkit.backends.redis.keys import MIN_LEVELS, Place
+from qkit.backends.redis.connection import ReconnectingConnection
+from qkit.backends.redis.driver import CommandArgument, Reply
+from qkit.backends.redis.keys import MIN_LEVELS, QueueKeys
 from qkit.backends.redis.scripts.script import Script
 
 __all__ = ["DISTRIBUTE_FIRST", "STALE_KEYS", "QueueScripts"]
@@ -35,18 +35,18 @@ class QueueScripts:
     one round trip.
 
     Args:
-        link: Connection for scripts and commands.
+        connection: Connection for scripts and commands.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, connection: ReconnectingConnection) -> None:
+        self._connection = connection
         self._layouts: dict[str, _Layout] = {}
 
     async def run_whole(
         self,
         script: Script,
         queue: str,
-        *arguments: Word,
+        *arguments: CommandArgument,
         groups: Sequence[str] = (),
         run: Run | None = None,
     ) -> Reply:
@@ -59,41 +59,41 @@ class QueueScripts:
             groups: Groups that the arguments name and that may not exist yet.
             run: Called with script, keys and arguments in place of the connection's ``run``.
         """
-        run = run or self._link.run
-        place = Place.of(queue)
+        run = run or self._connection.run
+        keys = QueueKeys.of(queue)
         while True:
             levels, known = self._layouts.get(queue, _DEFAULT)
             names = tuple({*known, *groups}) if groups else known
-            keys = place.whole_keys(levels, names)
-            reply = await run(script, keys, levels, len(names), *names, *arguments)
+            script_keys = keys.whole_keys(levels, names)
+            reply = await run(script, script_keys, levels, len(names), *names, *arguments)
             if reply != STALE_KEYS:
                 return reply
             await self._read_layout(queue)
 
-    async def run_part(self, script: Script, place: Place, *arguments: Word) -> Reply:
+    async def run_part(self, script: Script, keys: QueueKeys, *arguments: CommandArgument) -> Reply:
         """Run a script on one queue or one group of a topic.
 
         Args:
             script: A script that calls ``open``.
-            place: The queue or group.
+            keys: The queue or group.
             arguments: The script's own arguments.
         """
         while True:
-            keys, levels = self.part_call(place)
-            reply = await self._link.run(script, keys, levels, *arguments)
+            script_keys, levels = self.part_call(keys)
+            reply = await self._connection.run(script, script_keys, levels, *arguments)
             if reply != STALE_KEYS:
                 return reply
-            await self._read_layout(place.queue)
+            await self._read_layout(keys.queue)
 
-    def part_call(self, place: Place) -> tuple[tuple[str, ...], int]:
+    def part_call(self, keys: QueueKeys) -> tuple[tuple[str, ...], int]:
         """KEYS and first argument of a script on one part."""
-        levels = self._layouts.get(place.queue, _DEFAULT).levels
-        return place.part_keys(levels), levels
+        levels = self._layouts.get(keys.queue, _DEFAULT).levels
+        return keys.part_keys(levels), levels
 
     async def _read_layout(self, queue: str) -> None:
-        place = Place.of(queue)
-        (top, used), names = await self._link.commands(
-            [("HMGET", place.meta, "max_priority", "levels"), ("SMEMBERS", place.group_names)]
+        keys = QueueKeys.of(queue)
+        (top, used), names = await self._connection.commands(
+            [("HMGET", keys.meta, "max_priority", "levels"), ("SMEMBERS", keys.group_names)]
         )
         levels = [int(level) for level in (used or b"").split(b",") if level]
         count = max(MIN_LEVELS, int(top or 0) + 1, *(level + 1 for level in levels))

@@ -13,15 +13,15 @@ __all__ = [
     "DISTRIBUTE",
     "EXTEND",
     "JOIN",
-    "PLAIN",
     "RELEASE",
     "SEND",
+    "SEND_PLAIN",
 ]
 
 DECLARE: Final = Script.load("declare", library=False)
 JOIN: Final = Script.load("join")
 SEND: Final = Script.load("send")
-PLAIN: Final = Script.load("send_plain", library=False)
+SEND_PLAIN: Final = Script.load("send_plain", library=False)
 DISTRIBUTE: Final = Script.load("distribute")
 CLAIM: Final = Script.load("claim")
 ACK: Final = Script.load("ack", library=False)
