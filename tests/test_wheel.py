@@ -29,6 +29,8 @@ from qkit import QueueService, Settings, consume
 
 assert "site-packages" in qkit.__file__, qkit.__file__
 assert (importlib.resources.files("qkit") / "py.typed").is_file()
+scripts = importlib.resources.files("qkit") / "backends" / "redis" / "scripts"
+assert (scripts / "claim.lua").is_file()
 
 
 async def main() -> None:

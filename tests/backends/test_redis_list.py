@@ -30,10 +30,10 @@ from qkit.backend import (
 )
 from qkit.backends.factory import open_backend
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Address
-from qkit.backends.redis.errors import error_of, translated
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.errors import to_queue_error, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
-from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
     BackendUnavailable,
@@ -81,7 +81,7 @@ def spec(name: str, **options: Any) -> SubscriptionSpec:
     return SubscriptionSpec(queue=name, **values)
 
 
-async def take(subscription: RedisSubscription, count: int = 1) -> list[Delivery]:
+async def take(subscription: ListSubscription, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
     async with asyncio.timeout(10):
         while len(found) < count:
@@ -307,7 +307,7 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
         backend.subscribe(spec(name, prefetch=100)) as two,
     ):
 
-        async def settle(subscription: RedisSubscription, found: list[Delivery]) -> None:
+        async def settle(subscription: ListSubscription, found: list[Delivery]) -> None:
             for delivery in found:
                 assert delivery.envelope.attempt == 1
                 got.append(delivery.envelope.id)
@@ -470,8 +470,8 @@ async def test_without_leases_a_released_message_comes_again(
 # Broken connections
 
 
-async def kill_parked(raw: Any, subscription: RedisSubscription) -> None:
-    await raw.execute_command("CLIENT", "KILL", "ID", subscription._parker_id)
+async def kill_blocked(raw: Any, subscription: ListSubscription) -> None:
+    await raw.execute_command("CLIENT", "KILL", "ID", subscription._blocking_connection_id)
 
 
 async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
@@ -481,7 +481,7 @@ async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
     async with backend.subscribe(spec(name)) as subscription:
         receiving = asyncio.ensure_future(subscription.receive(1))
         await asyncio.sleep(0.1)
-        await kill_parked(raw, subscription)
+        await kill_blocked(raw, subscription)
         with pytest.raises(SubscriptionLost) as caught:
             await receiving
         assert caught.value.queue == name
@@ -495,11 +495,11 @@ async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
 async def test_a_service_outlives_its_killed_connection(
     raw: Any, redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened: list[RedisSubscription] = []
+    opened: list[ListSubscription] = []
     got: asyncio.Queue[int] = asyncio.Queue()
-    opening = RedisSubscription.open
+    opening = ListSubscription.open
 
-    async def note(subscription: RedisSubscription) -> None:
+    async def note(subscription: ListSubscription) -> None:
         await opening(subscription)
         opened.append(subscription)
 
@@ -507,13 +507,13 @@ async def test_a_service_outlives_its_killed_connection(
     async def handle(number: int) -> None:
         got.put_nowait(number)
 
-    monkeypatch.setattr(RedisSubscription, "open", note)
+    monkeypatch.setattr(ListSubscription, "open", note)
     service = QueueService(Settings(type="redis", mode="list", url=redis_url))
     service.register(handle)
     async with service, asyncio.timeout(10):
         await service.send(name, 1)
         assert await got.get() == 1
-        await kill_parked(raw, opened[0])
+        await kill_blocked(raw, opened[0])
         await service.send(name, 2)
         assert await got.get() == 2
     assert len(opened) == 2
@@ -536,7 +536,7 @@ async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
 
     server = await asyncio.start_server(mute, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    backend = RedisListBackend(Address(f"redis://127.0.0.1:{port}/0", timeout=0.2))
+    backend = RedisListBackend(ConnectionParameters(f"redis://127.0.0.1:{port}/0", timeout=0.2))
     with pytest.raises(BackendUnavailable) as caught:
         await backend.start()
     assert caught.value.cause is not None
@@ -569,13 +569,13 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     error: Exception, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
-        with translated("publish", "orders"):
+        with translate_errors("publish", "orders"):
             raise error
     assert type(caught.value) is kind
     assert caught.value.cause is error
     assert (caught.value.backend, caught.value.operation) == ("redis", "publish")
     assert caught.value.queue == "orders"
-    assert type(error_of(error, "ack")) is kind
+    assert type(to_queue_error(error, "ack")) is kind
 
 
 async def test_a_key_of_another_kind_is_refused(
@@ -683,8 +683,8 @@ async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
     backend: RedisListBackend, name: str
 ) -> None:
     await backend.declare(QueueSpec(name=name))
-    backend._replicas = 2
-    backend.link.address.timeout = 0.2
+    backend._publisher.replicas = 2
+    backend.connection.parameters.timeout = 0.2
     with pytest.raises(SendTimeout, match="0 of 1 replicas"):
         await backend.publish(name, [Envelope("a", b"x")])
     assert (await backend.stats(name)).depth == 1

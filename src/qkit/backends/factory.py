@@ -91,9 +91,7 @@ def queue_defaults(settings: Settings) -> QueueConfig:
 
 def _redis(settings: Settings, clock: Clock) -> Backend:
     try:
-        from qkit.backends.redis.connection import Address
-        from qkit.backends.redis.list_backend import RedisListBackend
-        from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
+        from qkit.backends.redis import list_backend, pubsub_backend
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("redis", "hiredis"):
             raise
@@ -102,24 +100,9 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
             cause=error,
         ) from error
 
-    assert settings.url is not None
-    ca_file, cert_file, key_file = _tls_files(settings)
-    address = Address(
-        settings.url.get_secret_value(),
-        timeout=settings.send_timeout,
-        tls_ca_file=ca_file,
-        tls_cert_file=cert_file,
-        tls_key_file=key_file,
-    )
     if settings.mode == "pubsub":
-        return RedisPubSubBackend(address, clock=clock)
-    return RedisListBackend(
-        address,
-        clock=clock,
-        ack_deadline=settings.ack_deadline,
-        replicas=settings.replicas,
-        reliable=settings.reliable,
-    )
+        return pubsub_backend.from_settings(settings, clock)
+    return list_backend.from_settings(settings, clock)
 
 
 def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
