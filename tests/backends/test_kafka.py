@@ -23,8 +23,8 @@ from qkit._internal.clock import SystemClock
 from qkit.backend import Admin, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
-from qkit.backends.kafka.connection import DRIVER_ERRORS, error_of, translated
 from qkit.backends.kafka.driver import partition_of
+from qkit.backends.kafka.errors import DRIVER_ERRORS, error_of, translated
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import (
     AckDeadlineExceeded,

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from qkit._internal.clock import SystemClock
 from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import TopicPartition
+from qkit.backends.kafka.fetched_message import Item
 from qkit.backends.kafka.offsets import Tracker
-from qkit.backends.kafka.retry_topic import Delays, Item
+from qkit.backends.kafka.retry_topic import Delays
 from tests.support.waiting import eventually
 
 TIER = TopicPartition("q.retry", 0)

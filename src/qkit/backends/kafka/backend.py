@@ -17,8 +17,9 @@ from qkit.backends.kafka import codec, driver
 from qkit.backends.kafka.admin import Administration
 from qkit.backends.kafka.cluster import Cluster, not_found
 from qkit.backends.kafka.codec import DEAD_REASON, NEW, Facts
-from qkit.backends.kafka.connection import BACKEND, Address, translated
+from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import TopicPartition
+from qkit.backends.kafka.errors import BACKEND, translated
 from qkit.backends.kafka.group import Timing
 from qkit.backends.kafka.names import Names
 from qkit.backends.kafka.publisher import Outgoing, Placed, Sending

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from qkit.backends.kafka import driver
-from qkit.backends.kafka.connection import BACKEND, Address, translated
+from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import Admin, NewTopic, RecordsToDelete, TopicPartition, errors
+from qkit.backends.kafka.errors import BACKEND, translated
 from qkit.backends.kafka.offsets import Saved
 from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
 

@@ -18,8 +18,9 @@ from qkit.backends.kafka import driver
 from qkit.backends.kafka.assignor import Assignor, Claim
 from qkit.backends.kafka.cluster import Cluster
 from qkit.backends.kafka.codec import KafkaRecord
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, error_of
+from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import Consumer, Listener, OffsetAndMetadata, TopicPartition
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, error_of
 from qkit.backends.kafka.offsets import Saved, Tracker
 from qkit.errors import AckDeadlineExceeded, ConfigError, QueueError, SubscriptionLost
 

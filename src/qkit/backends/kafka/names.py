@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from qkit.backends.kafka.connection import BACKEND
+from qkit.backends.kafka.errors import BACKEND
 from qkit.errors import ConfigError
 
 __all__ = ["Names"]

@@ -18,7 +18,8 @@ from qkit._internal.logging import logger
 from qkit._internal.tasks import end_tasks
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.cluster import Cluster, not_found
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, error_of
+from qkit.backends.kafka.connection import Address
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, error_of
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 
 __all__ = ["Outgoing", "Placed", "Sending"]

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.codec import KafkaRecord
-from qkit.backends.kafka.connection import Address, translated
+from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import Consumer
+from qkit.backends.kafka.errors import translated
 
 __all__ = ["Reader"]
 

@@ -9,11 +9,12 @@ from typing import Any, Final
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import end_tasks
-from qkit.backend import Delivery
 from qkit.backends.kafka import codec, driver
-from qkit.backends.kafka.codec import Facts, KafkaRecord, Origin
-from qkit.backends.kafka.connection import DRIVER_ERRORS, Address
+from qkit.backends.kafka.codec import Facts, KafkaRecord
+from qkit.backends.kafka.connection import Address
 from qkit.backends.kafka.driver import Consumer
+from qkit.backends.kafka.errors import DRIVER_ERRORS
+from qkit.backends.kafka.fetched_message import Item
 from qkit.backends.kafka.group import Place
 from qkit.backends.kafka.offsets import Tracker
 from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
@@ -21,41 +22,11 @@ from qkit.backends.kafka.retry_tiers import Waiting, hop_at, tier_of
 from qkit.errors import QueueError
 from qkit.message import GROUP, Envelope
 
-__all__ = ["Delays", "Item", "delayed"]
+__all__ = ["Delays", "delayed"]
 
 READ_AHEAD: Final = 1_000  # records of a tier that wait in memory; the others wait in the log
 PARK: Final = 5.0
 AGAIN: Final = 1.0  # seconds until a hop that failed is tried again
-
-
-class Item:
-    """A message that was read: where it lies, what it is, and whether somebody works on it."""
-
-    __slots__ = ("_facts", "envelope", "held", "offset", "place", "tracker")
-
-    def __init__(
-        self, tracker: Tracker, place: Place, offset: int, envelope: Envelope, facts: Facts
-    ) -> None:
-        self.tracker = tracker
-        self.place = place
-        self.offset = offset
-        self.envelope = envelope
-        self.held: Delivery | None = None  # the delivery that somebody works on
-        self._facts = facts
-
-    @property
-    def facts(self) -> Facts:
-        """What its record says; where it lies is where it came from, unless it was sent on."""
-        if self._facts.origin is None:
-            topic, partition = self.place
-            return self._facts._replace(origin=Origin(topic, partition, self.offset))
-        return self._facts
-
-    @property
-    def pending(self) -> bool:
-        """Whether it is this consumer's to deliver: not settled, purged, or gone to another."""
-        tracker = self.tracker
-        return not tracker.lost and tracker.pending.get(self.offset) is self
 
 
 def delayed(

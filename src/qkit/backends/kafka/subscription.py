@@ -14,12 +14,14 @@ from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.kafka import codec
 from qkit.backends.kafka.cluster import Cluster
 from qkit.backends.kafka.codec import KafkaRecord, Origin
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, translated
+from qkit.backends.kafka.connection import Address
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, translated
+from qkit.backends.kafka.fetched_message import Item
 from qkit.backends.kafka.group import Membership, Place, Timing, lost
 from qkit.backends.kafka.offsets import Tracker
 from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
 from qkit.backends.kafka.retry_tiers import TIERS
-from qkit.backends.kafka.retry_topic import Delays, Item, delayed
+from qkit.backends.kafka.retry_topic import Delays, delayed
 from qkit.errors import (
     AckDeadlineExceeded,
     MessageNotFound,
