@@ -1,8 +1,14 @@
-"""aiokafka as this backend uses it: its names without its missing types, and its inside, bounded.
+"""aiokafka as this backend uses it: its public names with types, and its private attributes.
 
-Whatever is not part of the driver's public interface is touched here and nowhere else. It has no
-way to ask for metadata without creating the topic it asks about, none to end a client that cannot
-reach its broker, and none to ask for another round of the group.
+This is the only module that touches private attributes of aiokafka. aiokafka has no public call to
+request metadata without creating the topic, to close a client that cannot reach its broker, to
+request a rebalance, or to read a batch whose header names are not UTF-8.
+
+Tested with aiokafka 0.13.0 and 0.14.0. The request classes of 0.12 and older are lists.
+
+Fallback: ``create_nothing``, which every client passes, raises ``ConfigError`` if the installed
+version lacks an attribute, so that a service does not start and fail later in an outage. A missing
+parser for batches costs less: such a batch is reported as ``CorruptRecordException``.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -24,9 +30,12 @@ import aiokafka.consumer.fetcher
 import aiokafka.coordinator.protocol
 import aiokafka.partitioner
 from aiokafka import errors
+from aiokafka.consumer import group_coordinator
 from aiokafka.protocol import admin, commit, group, metadata, offset
+from aiokafka.record import default_records
 
 from qkit.backends.kafka import lenient_decoding
+from qkit.errors import ConfigError
 
 __all__ = [
     "Admin",
@@ -60,6 +69,8 @@ _group: Any = group
 _metadata: Any = metadata
 _offset: Any = offset
 _partitioner: Any = aiokafka.partitioner
+_coordinator: Any = group_coordinator
+_BatchParser: Any = getattr(default_records, "_DefaultRecordBatchPy", None)
 
 Consumer: Final[Any] = _aiokafka.AIOKafkaConsumer
 Producer: Final[Any] = _aiokafka.AIOKafkaProducer
@@ -103,7 +114,6 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
     """The records of a fetch, also where the driver's parser fails.
 
     The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
-    Tested with aiokafka 0.14.
     """
 
     def __init__(self, place: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
@@ -118,8 +128,10 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
             raise
         except Exception as error:
             self._records_iterator = iter(())  # the driver's generator ended with the error
-            if _is_undecodable(error):
-                rest = lenient_decoding.records_from(self._records.data, self.next_fetch_offset)
+            if _is_undecodable(error) and _BatchParser is not None:
+                rest = lenient_decoding.records_from(
+                    self._records.data, self.next_fetch_offset, _open_batch
+                )
                 self._records_iterator = itertools.chain(
                     self._read_leniently(rest), self._unpack_records()
                 )
@@ -140,6 +152,24 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
 def _is_undecodable(error: BaseException) -> bool:
     """Whether text was not UTF-8; of the driver's parsers only the one in C raises this error."""
     return isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError)
+
+
+def _open_batch(data: bytes) -> lenient_decoding.EncodedBatch:
+    batch = _BatchParser(data)
+
+    def payload() -> bytes:
+        batch._maybe_uncompress()
+        return bytes(memoryview(batch._buffer)[batch._pos :])
+
+    return lenient_decoding.EncodedBatch(
+        base_offset=batch.base_offset,
+        next_offset=batch.next_offset,
+        record_count=batch._num_records,
+        first_timestamp=batch.first_timestamp,
+        max_timestamp=batch.max_timestamp,
+        timestamp_type=batch.timestamp_type,
+        payload=payload,
+    )
 
 
 _fetcher.MemoryRecords = _Records
@@ -173,7 +203,11 @@ def create_nothing(user: Any) -> Any:
 
     Otherwise every client that still knows a deleted topic brings it back, with the broker's
     defaults instead of the declared ones.
+
+    Raises:
+        ConfigError: the installed aiokafka lacks an attribute that this module uses.
     """
+    _check_internals(user)
     client = client_of(user)
 
     async def update(cluster: Any, topics: Any) -> bool:
@@ -199,6 +233,43 @@ def create_nothing(user: Any) -> Any:
 
     client._metadata_update = update
     return user
+
+
+def _check_internals(user: Any) -> None:
+    """Raise ``ConfigError`` if this version of aiokafka lacks what this module uses."""
+    missing = [
+        f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
+        for owner, names in _internals(user)
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    if not callable(_metadata.MetadataRequest):
+        missing.append("MetadataRequest()")
+    if missing:
+        raise ConfigError(
+            f"aiokafka {_aiokafka.__version__} is not supported: it has no {', '.join(missing)}; "
+            "install a version that qkit is tested with: 0.13 or 0.14",
+            backend="kafka",
+            operation="start",
+        )
+
+
+def _internals(user: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Objects of the driver with the private attributes that this module uses of them."""
+    yield user, () if hasattr(user, "client") else ("_client",)
+    if hasattr(user, "client") or hasattr(user, "_client"):
+        yield client_of(user), ("_conns", "_get_conn", "_metadata_update")
+    if isinstance(user, Consumer):
+        yield user, ("_closed", "_coordinator", "_fetcher", "_group_id")
+        yield (
+            _coordinator.GroupCoordinator,
+            ("request_rejoin", "_stop_heartbeat_task", "_stop_commit_offsets_refresh_task"),
+        )
+    elif isinstance(user, Producer):
+        yield user, ("_closed", "_message_accumulator", "_sender")
+        if hasattr(user, "_message_accumulator"):
+            names = ("_append_batch", "_batches", "_closed", "_exception", "_pending_batches")
+            yield user._message_accumulator, names
 
 
 def metadata_request(topics: list[str] | None) -> Any:
