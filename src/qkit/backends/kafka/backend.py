@@ -29,8 +29,9 @@ from qkit.backends.kafka.retry_topic import delayed
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["KafkaBackend"]
+__all__ = ["KafkaBackend", "from_settings"]
 
 FULL_AGAIN: Final = 0.3  # acks are committed in groups: a queue is full if it still is after this
 MARGIN: Final = 128 << 10  # beside the body: headers, and the frame around them
@@ -355,6 +356,34 @@ class KafkaBackend:
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
+
+
+def from_settings(settings: Settings, clock: Clock) -> KafkaBackend:
+    """Build the backend that the settings describe; it is not connected yet.
+
+    Args:
+        settings: settings of type ``kafka``, which have a ``url``.
+        clock: the clock of the service.
+    """
+    assert settings.url is not None
+    password = settings.sasl_password
+    return KafkaBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        partitions=settings.partitions,
+        replicas=settings.replicas,
+        group_prefix=settings.group_prefix,
+        batch_size=settings.batch_size,
+        max_message_bytes=settings.max_message_bytes,
+        timeout=settings.send_timeout,
+        sasl_mechanism=settings.sasl_mechanism,
+        sasl_username=settings.sasl_username,
+        sasl_password=None if password is None else password.get_secret_value(),
+        tls=settings.tls,
+        tls_ca_file=settings.tls_ca_file,
+        tls_cert_file=settings.tls_cert_file,
+        tls_key_file=settings.tls_key_file,
+    )
 
 
 def _is_plain(envelope: Envelope) -> bool:
