@@ -287,8 +287,9 @@ class QueueService:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
             )
-        if isinstance(self._backend, DeadLetterSource) and not self._hears_deaths:
-            self._backend.on_dead_letter(self._died_in_backend)
+        if not self._hears_deaths:
+            if isinstance(self._backend, DeadLetterSource):
+                self._backend.on_dead_letter(self._died_in_backend)
             if isinstance(self._backend, DroppedLetterSource):
                 self._backend.on_dropped_letter(self._letter_was_dropped)
             self._hears_deaths = True  # also if this start fails and is tried again

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
-from qkit.backend import Admin, DroppedLetterSource, QueueSpec
+from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.driver import partition_of
@@ -518,6 +518,30 @@ async def test_when_there_are_too_many_letters_the_oldest_go_and_each_is_told(
     assert [envelope.id for envelope in await backend.peek(letters, 10)] == ["d", "e", "f"]
 
 
+async def test_a_service_reports_the_letters_that_kafka_drops(
+    kafka_url: str, backend: KafkaBackend, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @consume(name)
+    async def fail(number: int) -> None:
+        raise Reject("negative total")
+
+    service = QueueService(
+        Settings(type="kafka", url=kafka_url, dead_letter={"max_size": 1}), backend=backend
+    )
+    service.register(fail)
+    dropped: list[str] = []
+    service.on(
+        "dead_letter",
+        lambda event: dropped.append(event.letter.message_id) if not event.kept else None,
+    )
+    async with service:
+        first = await service.send(name, 1)
+        await eventually(lambda: service.metrics().messages_dead_lettered == 1)
+        await service.send(name, 2)
+        await eventually(lambda: dropped == [first.message_id])
+    assert "the oldest is dropped" in caplog.text
+
+
 async def test_a_letter_is_written_once_also_where_the_oldest_cannot_be_deleted(
     backend: KafkaBackend,
     name: str,
@@ -539,6 +563,7 @@ async def test_a_letter_is_written_once_also_where_the_oldest_cannot_be_deleted(
 async def test_the_backend_is_administered_and_tells_what_it_drops(backend: KafkaBackend) -> None:
     assert isinstance(backend, Admin)
     assert isinstance(backend, DroppedLetterSource)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
 
 
 async def test_what_is_held_is_known_while_no_other_process_consumes(

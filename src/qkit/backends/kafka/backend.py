@@ -348,10 +348,8 @@ class KafkaBackend:
         """Delete the topic with all that is in it or beside it."""
         await self._admin.delete(queue)
 
-    # DeadLetterSource, DroppedLetterSource
-
-    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """This backend buries nothing by itself: a message that expired is delivered, and dies."""
+    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
+    # writes its dead letter
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
