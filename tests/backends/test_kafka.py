@@ -24,7 +24,7 @@ from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.driver import partition_of
-from qkit.backends.kafka.errors import DRIVER_ERRORS, error_of, translated
+from qkit.backends.kafka.errors import DRIVER_ERRORS, to_queue_error, translate_errors
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -633,17 +633,17 @@ async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope(new_id(), b"x", key="k")])
-    sending = backend._sending
-    producer = sending._producer
-    await eventually(lambda: sending._watching is None)
+    publisher = backend._publisher
+    producer = publisher._producer
+    await eventually(lambda: publisher._watching is None)
     monkeypatch.setattr(producer.client.cluster, "leader_for_partition", lambda _: None)
-    monkeypatch.setattr(sending._address, "timeout", 1.0)
+    monkeypatch.setattr(publisher._parameters, "timeout", 1.0)
     large = [Envelope(new_id(), bytes(300_000), key="k") for _ in range(3)]
     publishing = asyncio.ensure_future(backend.publish(name, large))
-    await eventually(lambda: bool(sending._on_way[producer]))  # the first, before the second
+    await eventually(lambda: bool(publisher._in_flight[producer]))  # the first, before the second
     publishing.cancel()
     await asyncio.wait([publishing])
-    await eventually(lambda: sending._producer is not producer)
+    await eventually(lambda: publisher._producer is not producer)
     await backend.delete(name)
 
 
@@ -672,7 +672,7 @@ async def test_a_shutdown_commits_leaves_and_disconnects(
     assert (stats.depth + (stats.scheduled or 0), stats.consumers) == (300 - len(handled), 0)
     inner = service._backend
     assert isinstance(inner, KafkaBackend)
-    assert inner._sending._producer is None
+    assert inner._publisher._producer is None
     assert inner._reader._consumer is None
     left = {task.get_name() for task in asyncio.all_tasks() - before if not task.done()}
     assert not {task for task in left if "kafka" in task}
@@ -696,7 +696,7 @@ async def test_no_error_of_the_driver_escapes(kind: type[BaseException]) -> None
     error = kind("words") if kind is not errors.CommitFailedError else kind()
     assert isinstance(error, DRIVER_ERRORS)
     with pytest.raises(QueueError) as caught:
-        async with translated("publish", "orders"):
+        async with translate_errors("publish", "orders"):
             raise error
     assert caught.value.cause is error
     assert (caught.value.backend, caught.value.queue) == ("kafka", "orders")
@@ -727,7 +727,7 @@ async def test_no_error_of_the_driver_escapes(kind: type[BaseException]) -> None
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_errors_mean(error: Exception, meaning: type[QueueError]) -> None:
-    assert type(error_of(error, "publish")) is meaning
+    assert type(to_queue_error(error, "publish")) is meaning
 
 
 # Settings

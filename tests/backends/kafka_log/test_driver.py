@@ -38,9 +38,9 @@ async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
     loop.set_exception_handler(lambda loop, context: accidents.append(context))
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
     accumulator = producer._message_accumulator
-    place = driver.TopicPartition("q", 0)
-    batch = accumulator._append_batch(producer.create_batch(), place)
-    assert accumulator._pop_batch(place) is batch
+    partition = driver.Partition("q", 0)
+    batch = accumulator._append_batch(producer.create_batch(), partition)
+    assert accumulator._pop_batch(partition) is batch
     accumulator.reenqueue(batch)
     await driver.close_producer(producer, flush=0.0)
     batch.future.set_exception(SendTimeout("given up"))

@@ -9,14 +9,14 @@ from typing import Any, Final
 from qkit.backends.kafka.errors import BACKEND
 from qkit.errors import ConfigError
 
-__all__ = ["Address"]
+__all__ = ["ConnectionParameters"]
 
-REQUEST: Final = 5.0  # seconds until a request counts as lost, and its connection as dead
-BACKOFF: Final = 0.05
+REQUEST_TIMEOUT_SECONDS: Final = 5.0  # then a request is lost, and its connection dead
+RETRY_BACKOFF_SECONDS: Final = 0.05
 
 
-class Address:
-    """Where the brokers are, and how to log in."""
+class ConnectionParameters:
+    """Addresses of the brokers, login and TLS files."""
 
     def __init__(
         self,
@@ -48,12 +48,13 @@ class Address:
 
         Raises ``ConfigError`` for certificates that cannot be read.
         """
-        request = min(REQUEST, self.timeout) if request_timeout is None else request_timeout
+        if request_timeout is None:
+            request_timeout = min(REQUEST_TIMEOUT_SECONDS, self.timeout)
         return {
             "bootstrap_servers": self.brokers,
             "client_id": "qkit",
-            "request_timeout_ms": round(request * 1000),
-            "retry_backoff_ms": round(BACKOFF * 1000),
+            "request_timeout_ms": round(request_timeout * 1000),
+            "retry_backoff_ms": round(RETRY_BACKOFF_SECONDS * 1000),
             "security_protocol": ("SASL_" if self._login else "")
             + ("SSL" if self._tls else "PLAINTEXT"),
             **self._login,

@@ -22,7 +22,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiokafka
 import aiokafka.admin
@@ -45,9 +45,9 @@ __all__ = [
     "MemberMetadata",
     "NewTopic",
     "OffsetAndMetadata",
+    "Partition",
     "Producer",
     "RecordsToDelete",
-    "TopicPartition",
     "close_admin",
     "close_consumer",
     "close_producer",
@@ -77,16 +77,26 @@ Producer: Final[Any] = _aiokafka.AIOKafkaProducer
 Admin: Final[Any] = _admin.AIOKafkaAdminClient
 NewTopic: Final[Any] = _admin.NewTopic
 RecordsToDelete: Final[Any] = _admin.RecordsToDelete
-TopicPartition: Final[Any] = _aiokafka.TopicPartition
 OffsetAndMetadata: Final[Any] = _aiokafka.OffsetAndMetadata
 MemberMetadata: Final[Any] = _group_protocol.ConsumerProtocolMemberMetadata
 MemberAssignment: Final[Any] = _group_protocol.ConsumerProtocolMemberAssignment
 Listener: Final[Any] = _aiokafka.ConsumerRebalanceListener
 
+if TYPE_CHECKING:
+
+    class Partition(NamedTuple):
+        """A partition of a topic: aiokafka's ``TopicPartition``, with types."""
+
+        topic: str
+        partition: int
+
+else:
+    Partition = aiokafka.TopicPartition
+
 EARLIEST: Final = -2
 LATEST: Final = -1
-CLOSING: Final = 5.0  # seconds for a client to say goodbye; then its tasks are cancelled
-FORCED: Final = 1.0
+CLOSE_TIMEOUT_SECONDS: Final = 5.0  # for a client to disconnect; then its tasks are cancelled
+FORCED_CLOSE_SECONDS: Final = 1.0
 
 
 def _holds_no_secret(record: logging.LogRecord) -> bool:
@@ -116,8 +126,8 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
     The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
     """
 
-    def __init__(self, place: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
-        _DriverRecords.__init__(self, place, records, aborted, offset, *more)
+    def __init__(self, partition: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
+        _DriverRecords.__init__(self, partition, records, aborted, offset, *more)
         self._first = offset
         self._records_iterator: Iterator[Any] = self._records_iterator
 
@@ -317,22 +327,22 @@ async def close_consumer(consumer: Any) -> None:
         if not coordinator._closing.done():
             coordinator._closing.set_result(None)
         coordinator._coordination_task.cancel()
-        await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
-        await _within(FORCED, coordinator._stop_heartbeat_task())
-        await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
+        await _within(FORCED_CLOSE_SECONDS, asyncio.wait({coordinator._coordination_task}))
+        await _within(FORCED_CLOSE_SECONDS, coordinator._stop_heartbeat_task())
+        await _within(FORCED_CLOSE_SECONDS, coordinator._stop_commit_offsets_refresh_task())
         await _leave_group(consumer._client, coordinator)
     elif coordinator is not None:
-        await _within(FORCED, coordinator.close())
+        await _within(FORCED_CLOSE_SECONDS, coordinator.close())
     if fetcher is not None:
-        await _within(FORCED, fetcher.close())
-    await _within(FORCED, consumer._client.close())
+        await _within(FORCED_CLOSE_SECONDS, fetcher.close())
+    await _within(FORCED_CLOSE_SECONDS, consumer._client.close())
 
 
 async def _leave_group(client: Any, coordinator: Any) -> None:
     if coordinator.member_id and coordinator.coordinator_id is not None:
         request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
         # Not on the group's own connection: there it would stand behind a join that waits.
-        await _within(FORCED, client.send(coordinator.coordinator_id, request))
+        await _within(FORCED_CLOSE_SECONDS, client.send(coordinator.coordinator_id, request))
 
 
 async def send_batch(
@@ -345,18 +355,18 @@ async def send_batch(
     around the first; it and one of ours would come a few turns of the loop too late for a sender
     that sends again at once.
     """
-    accumulator, place = producer._message_accumulator, TopicPartition(topic, partition)
+    accumulator, target = producer._message_accumulator, Partition(topic, partition)
     if (
         partition in (producer.client.cluster.partitions_for_topic(topic) or ())
-        and not accumulator._batches.get(place)
+        and not accumulator._batches.get(target)
         and not accumulator._closed
         and accumulator._exception is None
     ):  # then this is all that the driver would do
-        waiting = accumulator._append_batch(batch, place)
+        waiting = accumulator._append_batch(batch, target)
     else:
         shield = await producer.send_batch(batch, topic, partition=partition)
         shield.cancel()
-        waiting = accumulator._batches[place][-1]
+        waiting = accumulator._batches[target][-1]
     future: asyncio.Future[Any] = waiting.future
     answer = future.get_loop().create_future()
     waiting._msg_futures.append((answer, first))
@@ -365,27 +375,27 @@ async def send_batch(
 
 def has_ended(producer: Any) -> bool:
     """Whether a producer met an error after which it sends nothing more."""
-    sending = producer._sender.sender_task
-    return sending is not None and bool(sending.done())
+    sender_task = producer._sender.sender_task
+    return sender_task is not None and bool(sender_task.done())
 
 
-async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
+async def close_producer(producer: Any, *, flush: float = CLOSE_TIMEOUT_SECONDS) -> None:
     """Wait so long for what is on its way, then give it up and disconnect."""
     if flush > 0 and await _within(flush, producer.stop()):
         return
     producer._closed = True
     producer._message_accumulator._closed = True  # what comes now is refused
-    sending = producer._sender.sender_task
-    if sending is not None:
+    sender_task = producer._sender.sender_task
+    if sender_task is not None:
         for _ in range(3):  # it waits for its requests, and each takes a cancellation
-            sending.cancel()
-            await asyncio.wait({sending}, timeout=0.05)
-            if sending.done():
+            sender_task.cancel()
+            await asyncio.wait({sender_task}, timeout=0.05)
+            if sender_task.done():
                 break
-    await _within(FORCED, producer.client.close())
-    if sending is not None and not sending.done():
-        sending.cancel()
-        await asyncio.wait({sending}, timeout=FORCED)
+    await _within(FORCED_CLOSE_SECONDS, producer.client.close())
+    if sender_task is not None and not sender_task.done():
+        sender_task.cancel()
+        await asyncio.wait({sender_task}, timeout=FORCED_CLOSE_SECONDS)
     _count_as_pending(producer._message_accumulator)
 
 
@@ -397,7 +407,7 @@ def _count_as_pending(accumulator: Any) -> None:
 
 async def close_admin(admin: Any) -> None:
     """Disconnect."""
-    await _within(CLOSING, admin.close())
+    await _within(CLOSE_TIMEOUT_SECONDS, admin.close())
 
 
 async def _within(seconds: float, work: Any) -> bool:

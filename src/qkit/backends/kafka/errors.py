@@ -18,7 +18,7 @@ from qkit.errors import (
 )
 from qkit.message import error_text
 
-__all__ = ["BACKEND", "DRIVER_ERRORS", "error_of", "translated"]
+__all__ = ["BACKEND", "DRIVER_ERRORS", "to_queue_error", "translate_errors"]
 
 BACKEND: Final = "kafka"
 
@@ -32,18 +32,18 @@ DRIVER_ERRORS: Final = (
 
 
 @asynccontextmanager
-async def translated(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
-    """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
+async def translate_errors(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
+    """Raise each error of the driver inside the block as a ``QueueError`` with its cause."""
     try:
         yield
     except QueueError:
         raise
     except DRIVER_ERRORS as error:
-        raise error_of(error, operation, queue) from error
+        raise to_queue_error(error, operation, queue) from error
 
 
-def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
-    """What an error of the driver means here; the most specific kinds come first."""
+def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
+    """Return the ``QueueError`` for an error of the driver; the most specific kinds come first."""
     retriable = bool(getattr(error, "retriable", False))
     kind, text = next(
         (meaning for kinds, meaning in _MEANINGS.items() if isinstance(error, kinds)),

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 from qkit.backend import Delivery
-from qkit.backends.kafka.codec import Facts, Origin
-from qkit.backends.kafka.group import Place
-from qkit.backends.kafka.offsets import Tracker
+from qkit.backends.kafka.codec import Origin, RecordAttributes
+from qkit.backends.kafka.driver import Partition
+from qkit.backends.kafka.offsets import OffsetTracker
 from qkit.message import Envelope
 
-__all__ = ["Item"]
+__all__ = ["FetchedMessage"]
 
 
-class Item:
-    """A message that was read: where it lies, what it is, and whether somebody works on it."""
+class FetchedMessage:
+    """A message that was read, its partition and offset, and the delivery that holds it."""
 
-    __slots__ = ("_facts", "envelope", "held", "offset", "place", "tracker")
+    __slots__ = ("_attributes", "envelope", "held", "offset", "partition", "tracker")
 
     def __init__(
-        self, tracker: Tracker, place: Place, offset: int, envelope: Envelope, facts: Facts
+        self,
+        tracker: OffsetTracker,
+        partition: Partition,
+        offset: int,
+        envelope: Envelope,
+        attributes: RecordAttributes,
     ) -> None:
         self.tracker = tracker
-        self.place = place
+        self.partition = partition
         self.offset = offset
         self.envelope = envelope
-        self.held: Delivery | None = None  # the delivery that somebody works on
-        self._facts = facts
+        self.held: Delivery | None = None  # the delivery that is not settled yet
+        self._attributes = attributes
 
     @property
-    def facts(self) -> Facts:
-        """What its record says; where it lies is where it came from, unless it was sent on."""
-        if self._facts.origin is None:
-            topic, partition = self.place
-            return self._facts._replace(origin=Origin(topic, partition, self.offset))
-        return self._facts
+    def attributes(self) -> RecordAttributes:
+        """Attributes of its record; the origin is its own position unless the record names one."""
+        if self._attributes.origin is None:
+            return self._attributes._replace(origin=Origin(*self.partition, self.offset))
+        return self._attributes
 
     @property
     def pending(self) -> bool:
