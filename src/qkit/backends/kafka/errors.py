@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from qkit._internal.text import error_text
 from qkit.backends.kafka.driver import errors
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -16,7 +17,6 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
-from qkit.message import error_text
 
 __all__ = ["BACKEND", "DRIVER_ERRORS", "to_queue_error", "translate_errors"]
 

@@ -10,7 +10,7 @@ from aiormq import exceptions
 from pamqp.commands import Basic
 
 from qkit._internal.clock import Clock, SystemClock
-from qkit._internal.tasks import to_its_end
+from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.rabbitmq import codec
@@ -322,7 +322,7 @@ class RabbitMQBackend(Administration):
         try:
             yield subscription
         finally:
-            await to_its_end(subscription.leave())  # what is held must go back
+            await run_to_completion(subscription.leave())  # what is held must go back
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
         queue = group_queue(topic.name, spec.group)

@@ -16,7 +16,7 @@ from pamqp.commands import Basic
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.ack_batcher import Acks
@@ -429,7 +429,7 @@ class RabbitSubscription:
         try:
             async with asyncio.timeout(self._link.address.timeout):
                 await self.stop()
-                await end_tasks(self._tasks)
+                await cancel_and_wait(self._tasks)
                 await self._give_back(sorted(self._held, key=lambda received: received.tag))
                 if self._acks is not None:
                     await self._acks.flushed()
