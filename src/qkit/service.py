@@ -15,9 +15,9 @@ from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
-from qkit.admin.queues import Administration
+from qkit.admin.queues import QueueAdmin
 from qkit.backend import (
     Backend,
     Capabilities,
@@ -154,7 +154,7 @@ class QueueService:
             telemetry=self._telemetry,
             require=self._require_sending,
         )
-        self._administration = Administration(
+        self._admin = QueueAdmin(
             backend, settings=self.settings, routes=self._routes, producer=self._producer
         )
         self._monitor = Monitor(backend, self._connection, clock)
@@ -321,7 +321,7 @@ class QueueService:
             self.force()
 
         # Before the start, in which handlers may begin to work: a signal must not cut them off.
-        with catch(loop, first, second):
+        with handle_signals(loop, first, second):
             await self.start()
             try:
                 await self._stop.wait()
@@ -580,7 +580,7 @@ class QueueService:
         """
         consumers, working = self._consumers.health()
         connected = self._connection.state is ConnectionState.CONNECTED
-        still = self._monitor.still_for
+        still = self._monitor.seconds_since_last_run
         turning = still < LOOP_STALL_SECONDS
         serving = self._state == "running" and not self.stopping
         well = serving and connected and working and turning
@@ -651,9 +651,9 @@ class QueueService:
         """A channel's dead letters: ``list``, ``replay``, ``purge``."""
         return self._administer("dead_letters").dead_letters(name_of(name))
 
-    def _administer(self, operation: str) -> Administration:
+    def _administer(self, operation: str) -> QueueAdmin:
         self._require_sending(operation)
-        return self._administration
+        return self._admin
 
     def _require_sending(self, operation: str) -> None:
         if self._state not in ("running", "stopping"):  # a handler may send while it drains

@@ -504,7 +504,7 @@ def replay_leaves_the_letter_behind(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_broker_that_does_not_answer_is_noticed_and_its_return_too")
 def health_never_notices(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ConnectionTracker, "failed", lambda self, error: None)
+    patch.setattr(ConnectionTracker, "record_failure", lambda self, error: None)
 
 
 @fault("test_a_compressed_body_is_small_on_the_broker")
