@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit.backend import QueueSpec
-from qkit.backends.kafka import lenient_decoding
+from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.message import DeadLetter
 from tests.support.kafka import spec, take
@@ -107,8 +107,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Both parsers of the driver: the extension in C may be missing."""
     if request.param == "Python":
         records: Any = aiokafka.record.memory_records
-        default: Any = lenient_decoding._parser
-        monkeypatch.setattr(records, "DefaultRecordBatch", default._DefaultRecordBatchPy)
+        monkeypatch.setattr(records, "DefaultRecordBatch", driver._BatchParser)
 
         def in_python(data: bytes) -> Any:
             found = records._MemoryRecordsPy(data)

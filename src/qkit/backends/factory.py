@@ -122,7 +122,7 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
 
 def _kafka(settings: Settings, clock: Clock) -> Backend:
     try:
-        from qkit.backends.kafka.backend import KafkaBackend
+        from qkit.backends.kafka.backend import from_settings
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "aiokafka":
             raise
@@ -131,26 +131,7 @@ def _kafka(settings: Settings, clock: Clock) -> Backend:
             cause=error,
         ) from error
 
-    assert settings.url is not None
-    password = settings.sasl_password
-    ca_file, cert_file, key_file = _tls_files(settings)
-    return KafkaBackend(
-        settings.url.get_secret_value(),
-        clock=clock,
-        partitions=settings.partitions,
-        replicas=settings.replicas,
-        group_prefix=settings.group_prefix,
-        batch_size=settings.batch_size,
-        max_message_bytes=settings.max_message_bytes,
-        timeout=settings.send_timeout,
-        sasl_mechanism=settings.sasl_mechanism,
-        sasl_username=settings.sasl_username,
-        sasl_password=None if password is None else password.get_secret_value(),
-        tls=settings.tls,
-        tls_ca_file=ca_file,
-        tls_cert_file=cert_file,
-        tls_key_file=key_file,
-    )
+    return from_settings(settings, clock)
 
 
 def _tls_files(settings: Settings) -> list[str | None]:
