@@ -134,11 +134,6 @@ def _kafka(settings: Settings, clock: Clock) -> Backend:
     return from_settings(settings, clock)
 
 
-def _tls_files(settings: Settings) -> list[str | None]:
-    files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
-    return [None if path is None else str(path) for path in files]
-
-
 _BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {
     "native": _native,
     "kafka": _kafka,
