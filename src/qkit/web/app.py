@@ -19,9 +19,9 @@ from qkit.asyncapi import document as asyncapi_document
 from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 from qkit.web import probes
-from qkit.web.access_control import Guard, check
-from qkit.web.api import Api, Endpoint, refuse_what_is_not_taken
-from qkit.web.event_stream import Streams
+from qkit.web.access_control import AccessControl, check
+from qkit.web.api import Api, Endpoint, reject_unknown_input
+from qkit.web.event_stream import EventStreams
 from qkit.web.exposition import CONTENT_TYPE, exposition
 from qkit.web.openapi import document as openapi_document
 from qkit.web.responses import failure, from_error
@@ -56,7 +56,7 @@ def create_app(
         )
     check(token, hosts)
     sampler = Sampler(service, writable=token is not None)
-    streams = Streams(service, sampler)
+    streams = EventStreams(service, sampler)
     endpoints = Api(service, sampler).endpoints()
 
     async def live(request: Request) -> Response:
@@ -69,7 +69,7 @@ def create_app(
         return probes.health(service)
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(service, await sampler.look()), media_type=CONTENT_TYPE)
+        return Response(exposition(service, await sampler.sample()), media_type=CONTENT_TYPE)
 
     async def events(request: Request) -> Response:
         return streams.response()
@@ -98,14 +98,14 @@ def create_app(
             *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
             *map(_route, endpoints),
         ],
-        middleware=[Middleware(Guard, token=token, hosts=hosts)],
+        middleware=[Middleware(AccessControl, token=token, hosts=hosts)],
         exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
     )
 
 
 def _route(endpoint: Endpoint) -> Route:
     async def handle(request: Request) -> Response:
-        await refuse_what_is_not_taken(endpoint, request)
+        await reject_unknown_input(endpoint, request)
         return await endpoint.handle(request)
 
     return Route(endpoint.path, handle, methods=[endpoint.method])
