@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BrokerLog", "Span", "read"]
 
-TASK: Final = 50_000  # offsets that one task reads
-STEP: Final = 5_000  # and how many of them at once
+OFFSETS_PER_TASK: Final = 50_000
+OFFSETS_PER_READ: Final = 5_000
 
 Offsets = dict[str, int]  # by partition, as Spark's checkpoint keeps them
 
@@ -50,8 +50,8 @@ class BrokerLog:
         at = 0 if self._plan.starting == "earliest" else 1
         return {"offsets": {str(place): span[at] for place, span in self._bounds().items()}}
 
-    def stop_here(self) -> None:
-        """From now on go no further than what there is now."""
+    def limit_to_available(self) -> None:
+        """From now on read only what is available now."""
         self._last = {str(place): span[1] for place, span in self._bounds().items()}
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class BrokerLog:
             offsets[name] += share
         return {"offsets": offsets}
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Span]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Span]:
         """The ranges between, in parts for tasks."""
         begins: Offsets = start["offsets"]
         found: list[Span] = []
@@ -88,8 +88,8 @@ class BrokerLog:
             if begin is None:  # a partition that was added since
                 begin = self._bounds()[int(place)][0]
             found += [
-                Span(int(place), first, min(first + TASK, last))
-                for first in range(begin, last, TASK)
+                Span(int(place), first, min(first + OFFSETS_PER_TASK, last))
+                for first in range(begin, last, OFFSETS_PER_TASK)
             ]
         return found
 
@@ -138,8 +138,8 @@ def _messages(plan: Plan, span: Span) -> Iterator[Envelope]:
         assert isinstance(backend, Log)
         runner.run(backend.start())
         try:
-            for first in range(span.first, span.last, STEP):
-                last = min(first + STEP, span.last)
+            for first in range(span.first, span.last, OFFSETS_PER_READ):
+                last = min(first + OFFSETS_PER_READ, span.last)
                 found = runner.run(backend.read_range(plan.queue, span.partition, first, last))
                 for _, envelope in found:
                     if plan.dead_letters or envelope.attempt == 1:

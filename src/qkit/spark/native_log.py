@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeLog"]
 
-REFRESH: Final = 60.0  # seconds after which a reader says again that it still reads
+REFRESH_SECONDS: Final = 60.0  # between two renewals of what is kept for a reader
 
 
 class NativeLog:
@@ -57,8 +57,8 @@ class NativeLog:
             start, queues = chosen.end, chosen.queues
         return _offset(name, start, queues)
 
-    def stop_here(self) -> None:
-        """From now on go no further than what there is now."""
+    def limit_to_available(self) -> None:
+        """From now on read only what is available now."""
         self._import()
         self._last = self._follower.choose(Place(), frozenset()).end
 
@@ -80,7 +80,7 @@ class NativeLog:
             return dict(start)
         return _offset(str(start["reader"]), chosen.end, chosen.queues)
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Piece]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Piece]:
         """What tasks are to read."""
         self._keep(str(start["reader"]), _place(start).segment)
         return self._follower.choose(_place(start), _queues(start), stop=_place(end)).pieces
@@ -101,7 +101,11 @@ class NativeLog:
 
     def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()
-        if self._kept is not None and self._kept[0] == segment and now < self._kept[1] + REFRESH:
+        if (
+            self._kept is not None
+            and self._kept[0] == segment
+            and now < self._kept[1] + REFRESH_SECONDS
+        ):
             return
         if self._kept is None and not new and not is_kept(self._path, name):
             raise StorageError(
