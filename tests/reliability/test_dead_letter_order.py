@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from qkit import DeadLetter, QueueService, consume
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent, new_id
 from tests.support.carriers import Site, in_other_processes, keeps_dead_letters, on, redelivers
 from tests.support.waiting import eventually
@@ -22,7 +22,7 @@ class Order(BaseModel):
     id: int
 
 
-class Recording(Tampered):
+class Recording(FaultInjectingBackend):
     """Writes down, outside the process's own memory of it, what was confirmed and what is asked."""
 
     def __init__(self, inner: Backend, queue: str, log: int) -> None:
