@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import Admin
 from qkit.backends.factory import open_backend
 from qkit.errors import ConfigError, Unsupported
@@ -16,7 +17,6 @@ from qkit.message import Envelope
 from qkit.native.log.reader import log_id, not_shared
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists, import_waiting, start_for_reading
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 
@@ -44,8 +44,8 @@ class BatchReader(DataSourceReader):
         path = check_directory(self._plan)
         known = log_id(path)
         if known is None:  # it has bulk files, and no engine was ever there
-            with LoopThread() as loop:
-                loop.call(import_waiting(self._plan))
+            with LoopThread("qkit-spark") as loop:
+                loop.call(lambda: import_waiting(self._plan))
             known = log_id(path)
         assert known is not None
         return known

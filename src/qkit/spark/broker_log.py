@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import Log
 from qkit.backends.factory import open_backend
 from qkit.errors import QueueNotFound, StorageError
 from qkit.message import Envelope
 from qkit.spark import rows
 from qkit.spark.existing import exists
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class BrokerLog:
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
         if self._loop is None:
-            self._loop = LoopThread()
-        return self._loop.call(self._ask())
+            self._loop = LoopThread("qkit-spark")
+        return self._loop.call(self._ask)
 
     async def _ask(self) -> dict[int, tuple[int, int]]:
         backend = _opened(self._plan)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from qkit._internal.loop_thread import LoopThread
 from qkit.errors import StorageError
 from qkit.message import Envelope, new_id
 from qkit.native.bulk import bulks
@@ -15,7 +16,6 @@ from qkit.native.log.record import Publish
 from qkit.native.log.retention import is_kept, keep
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists_in_log, import_waiting
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import native_path
 
@@ -96,8 +96,8 @@ class NativeLog:
         """What was committed in bulk before now is in the log when this returns."""
         check_directory(self._plan)
         if bulks(self._path):
-            with LoopThread() as loop:
-                loop.call(import_waiting(self._plan))
+            with LoopThread("qkit-spark") as loop:
+                loop.call(lambda: import_waiting(self._plan))
 
     def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()

@@ -9,12 +9,12 @@ from typing import Final
 
 from qkit._internal.clock import SystemClock
 from qkit._internal.logging import logger
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
 from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable, QueueError
 from qkit.message import Envelope, new_id
 from qkit.spark.existing import exists, start_for_reading
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.task_sender import TaskSender
 
@@ -36,25 +36,25 @@ class StageConsumer:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._loop = LoopThread()
+        self._loop = LoopThread("qkit-spark")
         self._stack: AsyncExitStack | None = None
         self._subscription: Subscription | None = None
         self._timeout = FIRST_FILL_TIMEOUT_SECONDS
 
     def depth(self) -> int:
         """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
-        return self._loop.call(self._depth())
+        return self._loop.call(self._depth)
 
     def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
         """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many.
 
         Fewer than ``PREFETCH``, and than ``limit``, if no more came in a while.
         """
-        return self._loop.call(self._take(limit, keep))
+        return self._loop.call(lambda: self._take(limit, keep))
 
     def close(self) -> None:
         """Leave the broker and end the thread."""
-        self._loop.call(self._close())
+        self._loop.call(self._close)
         self._loop.close()
 
     async def _depth(self) -> int:
