@@ -84,11 +84,23 @@ def send(
 
     [dim]qkit send orders '{"id": 1}' · qkit send orders --priority 9 < orders.jsonl[/]
     """
-    if body == "-" and lines is None:  # as other programs name their stdin
-        body, lines = None, Path("-")
-    if sum(source is not None for source in (body, file, lines)) > 1:
-        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
-    options = SendOptions(headers=_headers(header or []))
+    options = _send_options(priority, delay, ttl, key, header or [])
+    bodies, total = _bodies(body, file, lines)
+    find_settings(config).require_mode()
+    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
+    if remark:
+        print_note(remark, "yellow")
+    _report_sent(queue, ids, unheard, as_json)
+
+
+def _send_options(
+    priority: int | None,
+    delay: float | None,
+    ttl: float | None,
+    key: str | None,
+    headers: list[str],
+) -> SendOptions:
+    options = SendOptions(headers=_headers(headers))
     if priority is not None:
         options["priority"] = priority
     if delay is not None:
@@ -97,18 +109,26 @@ def send(
         options["ttl"] = ttl
     if key is not None:
         options["key"] = key
-    bodies: Iterable[object]
-    total: int | None
+    return options
+
+
+def _bodies(
+    body: str | None, file: Path | None, lines: Path | None
+) -> tuple[Iterable[object], int | None]:
+    """Return the bodies to send, and how many there are if that is known."""
+    if body == "-" and lines is None:  # as other programs name their stdin
+        body, lines = None, Path("-")
+    if sum(source is not None for source in (body, file, lines)) > 1:
+        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
     if body is not None:
-        bodies, total = [_parsed(body, "the argument")], 1
-    elif file is not None:
-        bodies, total = [_parsed(file.read_text(), str(file))], 1
-    else:
-        bodies, total = _lines(lines)
-    find_settings(config).require_mode()
-    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
-    if remark:
-        print_note(remark, "yellow")
+        return [_parsed(body, "the argument")], 1
+    if file is not None:
+        return [_parsed(file.read_text(), str(file))], 1
+    return _lines(lines)
+
+
+def _report_sent(queue: str, ids: list[str], unheard: int, as_json: bool) -> None:
+    """Print the ids, or how many; fail if messages had no subscriber."""
     if as_json:
         summary: dict[str, object] = {"sent": len(ids), "message_ids": ids}
         print_json({**summary, "unheard": unheard} if unheard else summary)

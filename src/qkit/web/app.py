@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
@@ -56,8 +56,23 @@ def create_app(
         )
     check(token, hosts)
     sampler = Sampler(service, writable=token is not None)
-    streams = EventStreams(service, sampler)
     endpoints = Api(service, sampler).endpoints()
+    pages = _service_pages(service, sampler, endpoints) | _dashboard_files()
+    return Starlette(
+        routes=[
+            *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
+            *map(_route, endpoints),
+        ],
+        middleware=[Middleware(AccessControl, token=token, hosts=hosts)],
+        exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
+    )
+
+
+def _service_pages(
+    service: QueueService, sampler: Sampler, endpoints: Sequence[Endpoint]
+) -> dict[str, Handle]:
+    """Return probes, metrics, documents and the event stream, by path."""
+    streams = EventStreams(service, sampler)
 
     async def live(request: Request) -> Response:
         return probes.liveness(service)
@@ -80,7 +95,7 @@ def create_app(
     async def asyncapi(request: Request) -> Response:
         return _json(asyncapi_document(service))
 
-    pages: dict[str, Handle] = {
+    return {
         "/livez": live,
         "/readyz": ready,
         "/health": health,
@@ -88,19 +103,16 @@ def create_app(
         "/openapi.json": openapi,
         "/asyncapi.json": asyncapi,
         "/api/events": events,
-        "/": _asset(STATIC / "index.html", "text/html"),
     }
+
+
+def _dashboard_files() -> dict[str, Handle]:
+    """Return the files of the dashboard, by path."""
+    pages = {"/": _asset(STATIC / "index.html", "text/html")}
     for file in STATIC.iterdir():
         if (suffix := PurePath(file.name).suffix) in KINDS:
             pages[f"/static/{file.name}"] = _asset(file, KINDS[suffix])
-    return Starlette(
-        routes=[
-            *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
-            *map(_route, endpoints),
-        ],
-        middleware=[Middleware(AccessControl, token=token, hosts=hosts)],
-        exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
-    )
+    return pages
 
 
 def _route(endpoint: Endpoint) -> Route:
