@@ -1046,6 +1046,7 @@ def test_a_loop_that_is_torn_down_without_a_shutdown_charges_nobody(batch_size):
     ]
 
 
+@pytest.mark.proves("003-shutdown-1")
 @pytest.mark.parametrize("passes", range(10))
 async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passes):
     work = Work(clock, 0.5)
@@ -1066,6 +1067,9 @@ async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passe
 # -- what people see ---------------------------------------------------------------------------
 
 
+@pytest.mark.proves(
+    "003-retry-4", "003-retry-8", "003-errors-1", "003-errors-5", "003-errors-6", "003-errors-7"
+)
 async def test_every_failure_is_one_record_with_its_facts_as_fields(clock, caplog):
     async def handle(body: object) -> None:
         raise ValueError("no stock")

@@ -6,7 +6,7 @@ import asyncio
 
 from qkit.backend import Delivery
 from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import Job
+from qkit.consuming.job import Job
 from qkit.message import Envelope
 
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from qkit.errors import BackendUnavailable
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConnectionState
 from qkit.observability.monitor import PING_EVERY, Monitor
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
@@ -20,8 +20,8 @@ class Watched:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.backend = FaultyBackend(clock)
-        self.connection = Connection(Events(), clock, self.backend.name)
-        self.connection.move(ConnectionState.CONNECTED)
+        self.connection = ConnectionTracker(Events(), clock, self.backend.name)
+        self.connection.transition_to(ConnectionState.CONNECTED)
         self.monitor = Monitor(self.backend, self.connection, clock)
 
     @property

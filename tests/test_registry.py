@@ -52,6 +52,7 @@ def test_a_decorated_function_stays_the_function_it_was():
     assert consume(handle) is handle
 
 
+@pytest.mark.proves("003-types-1", "003-types-4")
 def test_the_metadata_of_a_handler_is_public():
     @consume("orders", group="billing", concurrency=4, timeout=2, batch_size=5, batch_wait=0.1)
     async def handle(orders: list[Order]) -> None: ...
@@ -66,6 +67,7 @@ def test_the_metadata_of_a_handler_is_public():
     assert ConsumeMetadata.of(len) is None
 
 
+@pytest.mark.proves("003-types-2")
 def test_the_metadata_of_a_class_is_public_and_inherited():
     @channel("orders", prefetch=3)
     class Orders: ...
@@ -466,6 +468,7 @@ def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
 # -- parameters --------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-types-5")
 def test_each_parameter_says_how_it_is_filled():
     @consume("orders")
     def handle(

@@ -7,13 +7,15 @@ import random
 
 import pytest
 
-from qkit._internal.retry import Backoff, RetryPolicy, persist
+from qkit._internal.retry import Backoff, persist
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, QueueFull, Retry
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.testing.clock import VirtualClock
 
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)
 
 
+@pytest.mark.proves("003-retry-2", "003-retry-9", "003-retry-10")
 def test_waits_grow_exponentially_up_to_the_maximum() -> None:
     assert [PLAIN.after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 

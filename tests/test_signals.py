@@ -112,6 +112,7 @@ ROUNDS = [
 ]
 
 
+@pytest.mark.proves("003-shutdown-1")
 @pytest.mark.parametrize(("mode", "number"), ROUNDS)
 def test_a_signal_under_load_drains(mode: str, number: signal.Signals) -> None:
     drain_under_load(mode, number, random.randrange(2**32))

@@ -15,7 +15,6 @@ from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
-from qkit._internal.retry import Backoff
 from qkit._internal.signals import catch
 from qkit.admin.dead_letters import DeadLetters
 from qkit.admin.queues import Administration
@@ -33,8 +32,9 @@ from qkit.consuming.settlement import record_death
 from qkit.errors import ConfigError, LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import DeadLetter, Message, Sent
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -44,13 +44,14 @@ from qkit.observability.events import (
     ShutDown,
     StateChanged,
 )
-from qkit.observability.health import Connection, ConnectionState, Counters, Health, Metrics
+from qkit.observability.health import Health
+from qkit.observability.metrics import Counters, Metrics
 from qkit.observability.monitor import Monitor
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.sending.envelope_builder import SendOptions
+from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
-from qkit.sending.sender import Sender
 from qkit.sending.sync_sender import SyncSender
 from qkit.settings.model import Settings
 
@@ -125,20 +126,19 @@ class QueueService:
         self._clock = clock
         self._hears_deaths = False  # a start that failed and is tried again listens once
         self._telemetry = Telemetry(backend.name)
-        self._connection = Connection(self._events, clock, backend.name)
+        self._connection = ConnectionTracker(self._events, clock, backend.name)
         self._breaker = CircuitBreaker(
             failure_threshold=self.settings.breaker.failure_threshold,
             recovery_timeout=self.settings.breaker.recovery_timeout,
             clock=clock,
         )
-        self._sender = Sender(
+        guarded = GuardedBackend(
             backend,
             breaker=self._breaker,
             connection=self._connection,
-            backoff=Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1),
             timeout=self.settings.send_timeout,
         )
-        self._routes = Routes(
+        self._routes = RouteTable(
             self.settings,
             backend.capabilities,
             self._registry,
@@ -147,13 +147,12 @@ class QueueService:
             backend.name,
         )
         self._producer = Producer(
-            backend,
+            guarded,
             clock=clock,
             registry=self._registry,
             routes=self._routes,
-            sender=self._sender,
             telemetry=self._telemetry,
-            ready=self._require_sending,
+            require=self._require_sending,
         )
         self._administration = Administration(
             backend, settings=self.settings, routes=self._routes, producer=self._producer
@@ -253,16 +252,17 @@ class QueueService:
             planned = self._plan()
             self._state = "starting"
             self._bind(asyncio.get_running_loop())
-            self._connection.move(ConnectionState.CONNECTING)
+            self._connection.transition_to(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
             except BaseException as error:
-                self._connection.failed(error)
+                self._connection.record_failure(error)
                 await self._dismiss()
                 await self._close_backend()
                 for route in self._routes.known():
                     route.declared = False
                 self._state = "new"
+                self._producer.close()
                 self._bind(None)
                 raise
 
@@ -271,9 +271,9 @@ class QueueService:
         self._routes.check_settings()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self._registry.channels.values()):
-            self._routes.of(channel)
+            self._routes.resolve(channel)
         for handler in self._registry.handlers:
-            route = self._routes.of(self._registry.channels[handler.channel])
+            route = self._routes.resolve(self._registry.channels[handler.channel])
             self._routes.check_handler(route, handler)
             self._routes.prefetch(route, handler)
             planned.append((route, handler))
@@ -282,7 +282,7 @@ class QueueService:
     async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
         self._telemetry.start(lambda: self._counters.snapshot().channels)
         await self._backend.start()
-        self._connection.move(ConnectionState.CONNECTED)
+        self._connection.transition_to(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
@@ -295,6 +295,7 @@ class QueueService:
         for route in self._routes.known():
             await self._producer.declare(route)
         self._state = "running"  # from here on handlers may run, and they may send
+        self._producer.open()
         for route, handler in planned:
             self._crew.hire(route, handler, renews=self._recurs)
         if self._recurs:
@@ -366,17 +367,18 @@ class QueueService:
                 self._state = "closed"
                 return
             self._state = "stopping"  # readiness is false from here on
-            self._connection.move(ConnectionState.CLOSING)
+            self._connection.transition_to(ConnectionState.CLOSING)
             if timeout is None:
                 timeout = self.settings.shutdown.timeout
             abandoned = await self._crew.drain(timeout, self._force)
             await self._dismiss()
-            await self._sender.drain()
+            await self._producer.drain()
+            self._producer.close()
             self._threads.close()
             await self._close_backend()
             self._state = "closed"
             self._bind(None)
-            self._connection.move(ConnectionState.CLOSED)
+            self._connection.transition_to(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
             self._events.emit(ShutDown(abandoned))
             await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)

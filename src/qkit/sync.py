@@ -19,8 +19,10 @@ from qkit.errors import LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message
+from qkit.observability.connection_state import ConnectionState
 from qkit.observability.events import EventName
-from qkit.observability.health import ConnectionState, Health, Metrics
+from qkit.observability.health import Health
+from qkit.observability.metrics import Metrics
 from qkit.sending.sync_sender import BlockingSends
 from qkit.service import QueueService
 from qkit.settings.model import Settings

@@ -23,6 +23,7 @@ from tests.support.rabbitmq import bare_channel, ready
 from tests.support.waiting import eventually
 
 
+@pytest.mark.proves("003-shutdown-5", "003-shutdown-6", "003-shutdown-7", "003-shutdown-8")
 async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told_last(
     rabbitmq_url: str,
 ) -> None:
@@ -84,6 +85,7 @@ def test_settings_choose_it() -> None:
     assert not backend.capabilities.replicas
 
 
+@pytest.mark.proves("000-replication-1")
 def test_replicas_choose_quorum_queues() -> None:
     settings = Settings(type="rabbitmq", url="amqp://localhost/", replicas=3)
     backend = open_backend(settings, SystemClock())

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from qkit._internal.clock import Clock
-from qkit._internal.retry import RetryPolicy
+from qkit._internal.ids import new_id
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.native.backend import NativeBackend, NativeSubscription
 from qkit.codec.codec import Codec
@@ -23,14 +23,15 @@ from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consuming.consumer import Consumer
 from qkit.consuming.consumer_pool import Crew
 from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import RetryLater
+from qkit.consuming.outcome import RetryLater
 from qkit.consuming.settlement import Settlement
 from qkit.errors import ConfigError, QueueError
-from qkit.message import DeadLetter, Envelope, Sent, new_id
+from qkit.handlers.retry_policy import RetryPolicy
+from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native import Engine
 from qkit.native.queue.state import QueueState
 from qkit.native.queue.topic import Topic
-from qkit.observability.health import Connection
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.service import QueueService
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -498,7 +499,7 @@ def replay_leaves_the_letter_behind(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_broker_that_does_not_answer_is_noticed_and_its_return_too")
 def health_never_notices(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Connection, "failed", lambda self, error: None)
+    patch.setattr(ConnectionTracker, "failed", lambda self, error: None)
 
 
 @fault("test_a_compressed_body_is_small_on_the_broker")

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from qkit.message import CONTENT_ENCODING, DeadLetter, Message, sent_at, trace_id
+from qkit._internal.ids import sent_at
+from qkit.message import CONTENT_ENCODING, DeadLetter, Message, trace_id
 
 __all__ = ["BodyView", "DeadLetterView", "MessageView", "body_view"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qkit._internal.tasks import to_its_end
 from qkit.backend import AckMany
-from qkit.consuming.executor import Job
+from qkit.consuming.job import Job
 from qkit.consuming.settlement import Settlement
 
 __all__ = ["Acknowledger"]

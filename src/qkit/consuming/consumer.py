@@ -14,13 +14,16 @@ from typing import Literal
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
+from qkit._internal.text import error_text
 from qkit.backend import Backend, SubscriptionSpec
-from qkit.consuming.executor import Executor, Pause
+from qkit.consuming.executor import Executor
+from qkit.consuming.outcome import Pause
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
 from qkit.errors import BackendUnavailable, ConfigError, Unsupported
-from qkit.message import error_text
-from qkit.observability.health import ChannelCounters, Connection, ConsumerHealth
+from qkit.observability.connection_state import ConnectionTracker
+from qkit.observability.health import ConsumerHealth
+from qkit.observability.metrics import ChannelCounters
 
 __all__ = ["Consumer"]
 
@@ -45,7 +48,7 @@ class Consumer:
         executor: Executor,
         settlement: Settlement,
         counters: ChannelCounters,
-        connection: Connection,
+        connection: ConnectionTracker,
         clock: Clock,
         ordered: bool,
         lease: float | None,
@@ -126,7 +129,7 @@ class Consumer:
                     await self._declare()  # perhaps the queue itself is gone
                 async with self._backend.subscribe(self.spec) as subscription:
                     opened = self._opened = self.clock.monotonic()
-                    self._connection.worked()
+                    self._connection.record_success()
                     self._session = Session(self, subscription)
                     self.ready.set()
                     await self._session.run()
@@ -154,7 +157,7 @@ class Consumer:
 
     def _report(self, error: Exception, wait: float) -> None:
         if isinstance(error, BackendUnavailable):
-            self._connection.failed(error)
+            self._connection.record_failure(error)
         logger.warning(
             "%s: the subscription of %s broke, subscribing again in %.1f s: %s",
             self.channel,

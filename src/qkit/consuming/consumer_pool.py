@@ -18,10 +18,11 @@ from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.settlement import Settlement
 from qkit.errors import QueueNotFound
 from qkit.handlers.registry import Handler
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import DeadLetter
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConsumerHealth
+from qkit.observability.health import ConsumerHealth
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
@@ -41,9 +42,9 @@ class Crew:
         *,
         settings: Settings,
         clock: Clock,
-        routes: Routes,
+        routes: RouteTable,
         producer: Producer,
-        connection: Connection,
+        connection: ConnectionTracker,
         events: Events,
         telemetry: Telemetry,
         threads: HandlerThreads,
@@ -95,7 +96,7 @@ class Crew:
         )
         return Consumer(
             backend=self._backend,
-            declare=functools.partial(self._producer.declare_again, route),
+            declare=functools.partial(self._producer.redeclare, route),
             spec=SubscriptionSpec(
                 queue=route.queue,
                 group=handler.group,
@@ -120,7 +121,7 @@ class Crew:
             return None
 
         async def write(letter: DeadLetter) -> None:
-            await self._producer.carry(route, letters.name, [letter.to_envelope()])
+            await self._producer.send_to_queue(route, letters.name, [letter.to_envelope()])
 
         return write
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from qkit.backend import Delivery
-from qkit.consuming.executor import Job
+from qkit.consuming.job import Job
 
 __all__ = ["Intake"]
 

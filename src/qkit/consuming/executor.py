@@ -10,16 +10,15 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from qkit._internal.clock import Clock
-from qkit._internal.retry import RetryPolicy
-from qkit.backend import Delivery
 from qkit.codec.codec import Codec, decompress
 from qkit.consuming.handler_threads import HandlerThreads
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater
 from qkit.errors import (
     BatchError,
     DecodeError,
@@ -33,74 +32,12 @@ from qkit.errors import (
 )
 from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.handlers.signature import MISSING, ParamMetadata
 from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
 from qkit.observability.telemetry import Telemetry
 
-__all__ = ["Abandon", "Dead", "Done", "Executor", "Job", "Outcome", "Pause", "RetryLater"]
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The handler returned: acknowledge."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetryLater:
-    """The attempt failed and another follows after ``delay`` seconds."""
-
-    delay: float
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The failure is final; ``called`` says whether this delivery reached the handler."""
-
-    reason: Reason
-    error: Exception | None
-    called: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A dependency is down: give the message back uncharged and rest the channel."""
-
-    delay: float | None
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The handler was stopped before it could finish: give the message back uncharged."""
-
-
-Outcome = Done | RetryLater | Dead | Pause | Abandon
-
-DONE = Done()
-ABANDON = Abandon()
-
-
-class Job:
-    """A delivery on its way through a consumer.
-
-    ``task`` is the worker that runs its handler now, ``thread`` the future of a synchronous
-    handler, which may outlive its call, and ``lost`` whether it was taken away: another has it,
-    or will.
-    """
-
-    task: asyncio.Task[None] | None = None
-    thread: asyncio.Future[object] | None = None
-    lost = False
-    abandoned = False
-
-    def __init__(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-
-    @property
-    def stopped(self) -> bool:
-        """Whether qkit itself cancelled the handler."""
-        return self.lost or self.abandoned
+__all__ = ["Executor"]
 
 
 Call = Callable[[Job, Envelope], Awaitable[object]]

@@ -7,12 +7,13 @@ import contextvars
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qkit._internal.deadlines import Scope
+from qkit._internal.deadlines import CancelScope
 from qkit._internal.logging import logger
 from qkit.backend import AckMany, Delivery, LossReporting, SettlementReporting, Subscription
 from qkit.consuming.ack_batcher import Acknowledger
 from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import ABANDON, DONE, Job, Outcome, Pause
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import ABANDON, DONE, Outcome, Pause
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Session:
         self._counters = consumer.counters
         self._loop = asyncio.get_running_loop()
         self._room: asyncio.Future[None] | None = None  # the fetcher waits for free slots
-        self._receiving: Scope | None = None  # or for deliveries
+        self._receiving: CancelScope | None = None  # or for deliveries
         self._broken: Exception | None = None  # why nothing can be received any more
         self._looking = False  # the fetcher is about to look
         self._fetches = 0
@@ -187,7 +188,7 @@ class Session:
     async def _receive(self, limit: int, task: asyncio.Task[None]) -> None:
         """Fetch up to ``limit`` deliveries, unless it is interrupted; one at a time may."""
         self._consumer.last_poll_at = self._consumer.clock.time()
-        self._receiving = scope = Scope(task)
+        self._receiving = scope = CancelScope(task)
         try:
             with scope:
                 deliveries = await self._subscription.receive(limit)

@@ -14,8 +14,10 @@ from typing import assert_never
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
+from qkit._internal.text import error_text
 from qkit.backend import AckMany, Delivery, Subscription
-from qkit.consuming.executor import DONE, Abandon, Dead, Done, Job, Outcome, Pause, RetryLater
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.errors import (
     AckDeadlineExceeded,
     InvalidHeader,
@@ -24,9 +26,11 @@ from qkit.errors import (
     Signal,
     SubscriptionLost,
 )
-from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
+from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
-from qkit.observability.health import ChannelCounters, Connection, Failures
+from qkit.observability.metrics import ChannelCounters
+from qkit.observability.settlement_failures import SettlementFailures
 
 __all__ = ["Settlement"]
 
@@ -57,7 +61,7 @@ class Settlement:
         timeout: float,
         counters: ChannelCounters,
         events: Events,
-        connection: Connection,
+        connection: ConnectionTracker,
         clock: Clock,
     ) -> None:
         self._channel = channel
@@ -73,7 +77,7 @@ class Settlement:
         self._connection = connection
         self._clock = clock
         self.last_settle_at: float | None = None
-        self.failures = Failures(clock)
+        self.failures = SettlementFailures(clock)
 
     async def settle(
         self,

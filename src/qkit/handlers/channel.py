@@ -7,9 +7,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypedDict, TypeVar, Unpack, cast, get_args, overload
 
+from qkit._internal.names import check_name
 from qkit.backend import Balance
 from qkit.errors import ConfigError
-from qkit.message import Message, check_name
+from qkit.message import Message
 from qkit.settings.model import RetrySettings
 
 __all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_place", "name_of"]

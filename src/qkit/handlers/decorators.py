@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Unpack, cast, overload
 
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError
 from qkit.handlers.channel import Channel, ChannelOptions, caller_place
-from qkit.message import check_name
 
 __all__ = ["ConsumeMetadata", "QueueMetadata", "channel", "consume"]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from qkit._internal.logging import logger
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError
 from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import ConsumeMetadata, QueueMetadata
 from qkit.handlers.signature import ParamMetadata, is_async, params_of, qualified_name
-from qkit.message import check_name
 
 __all__ = ["Handler", "Registry"]
 

@@ -7,7 +7,7 @@ import asyncio
 from qkit._internal.clock import Clock
 from qkit._internal.tasks import end_tasks
 from qkit.backend import Backend
-from qkit.observability.health import Connection
+from qkit.observability.connection_state import ConnectionTracker
 
 __all__ = ["Monitor"]
 
@@ -17,7 +17,7 @@ PING_EVERY = 2.0
 class Monitor:
     """Asks the broker now and then whether it is there, from ``start`` to ``stop``."""
 
-    def __init__(self, backend: Backend, connection: Connection, clock: Clock) -> None:
+    def __init__(self, backend: Backend, connection: ConnectionTracker, clock: Clock) -> None:
         self._backend = backend
         self._connection = connection
         self._clock = clock
@@ -49,6 +49,6 @@ class Monitor:
                 async with asyncio.timeout(every):
                     await self._backend.ping()
             except Exception as error:  # whatever it is, the watch must go on
-                self._connection.failed(error)
+                self._connection.record_failure(error)
             else:
-                self._connection.worked()
+                self._connection.record_success()

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from qkit._internal.ids import new_id
 from qkit._internal.loop_thread import LoopThread
 from qkit.errors import StorageError
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native.bulk import bulks
 from qkit.native.log.reader import Follower, Piece, Place, read_piece
 from qkit.native.log.record import Publish

@@ -17,7 +17,7 @@ from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message, Sent
 from qkit.native import Engine
-from qkit.observability.health import Metrics
+from qkit.observability.metrics import Metrics
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
 from qkit.testing.clock import VirtualClock

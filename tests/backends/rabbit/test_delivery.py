@@ -10,6 +10,7 @@ import aiormq
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Delivery,
     QueueSpec,
@@ -24,7 +25,7 @@ from qkit.errors import (
     QueueNotFound,
     SubscriptionLost,
 )
-from qkit.message import DeadLetter, Envelope, Reason, Sent, new_id
+from qkit.message import DeadLetter, Envelope, Reason, Sent
 from tests.support.rabbitmq import (
     dead,
     declare,
@@ -216,6 +217,7 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
             task.cancel()
 
 
+@pytest.mark.proves("003-speed-2")
 @pytest.mark.parametrize("prefetch", [2, 5])
 async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, prefetch: int

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 from qkit._internal.logging import logger
+from qkit._internal.names import check_headers
 from qkit.backends.native.socket.server.json_arguments import (
     Arguments,
     BadRequest,
@@ -20,7 +21,7 @@ from qkit.backends.native.socket.server.json_arguments import (
     as_value,
 )
 from qkit.errors import MessageNotFound, QueueError
-from qkit.message import DeadLetter, Envelope, check_headers
+from qkit.message import DeadLetter, Envelope
 from qkit.native.delivery import Delivery
 from qkit.native.engine import Engine
 
