@@ -51,7 +51,6 @@ BACKENDS = [["common", "capability_matrix"], ["native", "redis", "rabbitmq", "ka
 
 #: Imports that break a rule and have a plan: ``importer -> imported``.
 EXCEPTIONS = {
-    "qkit.consuming.session -> qkit.consuming.consumer",
     "qkit.native.storage.journal -> qkit.native.storage.durable_queue",
 }
 

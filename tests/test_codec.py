@@ -242,7 +242,7 @@ def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(a
 def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(strict_json, "_WORKS", False)
+    monkeypatch.setattr(strict_json, "_WARNINGS_RAISE", False)
     assert Codec(Order).encode(Order(id=1, total=1))[0] == b'{"id":1,"total":1.0}'
     for encoder in (Codec(Order), Codec.any()):
         with pytest.raises(InvalidBody):

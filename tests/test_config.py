@@ -416,7 +416,7 @@ def test_whether_the_connection_is_encrypted(values: dict[str, Any], encrypted: 
     ],
 )
 def test_an_address_is_shown_without_its_password(url: str, shown: str) -> None:
-    assert rules.mask(url) == shown
+    assert rules.mask_url(url) == shown
 
 
 def shapes(settings: Settings) -> list[str]:
@@ -520,7 +520,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
         if error_messages.is_section(info.annotation):
             found += rows(info.annotation, f"{prefix}{name}.")
             continue
-        owners = ", ".join(rules.OWNERS.get(name, ())) if not prefix else ""
+        owners = ", ".join(rules.BACKENDS_BY_FIELD.get(name, ())) if not prefix else ""
         found.append(
             f"| `{prefix}{name}` | {error_messages.expected(info)} "
             f"| {error_messages.default(name, info)} "
@@ -543,4 +543,4 @@ def test_type_checkers_know_every_field() -> None:
 
 
 def test_every_owned_field_exists() -> None:
-    assert set(rules.OWNERS) <= set(Settings.model_fields)
+    assert set(rules.BACKENDS_BY_FIELD) <= set(Settings.model_fields)

@@ -63,7 +63,7 @@ def test_the_metadata_of_a_handler_is_public():
     assert metadata.channel.name == "orders"
     assert (metadata.group, metadata.concurrency, metadata.timeout) == ("billing", 4, 2)
     assert (metadata.batch_size, metadata.batch_wait) == (5, 0.1)
-    assert metadata.place.startswith(__file__)
+    assert metadata.location.startswith(__file__)
     assert ConsumeMetadata.of(len) is None
 
 
@@ -79,7 +79,7 @@ def test_the_metadata_of_a_class_is_public_and_inherited():
         assert metadata is not None
         assert metadata.channel.options == {"prefetch": 3}
         assert metadata.owner.endswith("Orders")
-        assert metadata.place.startswith(__file__)
+        assert metadata.location.startswith(__file__)
     assert QueueMetadata.of(dict) is None
 
 

@@ -12,7 +12,7 @@ from typing import Protocol, Self, TypeVar
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
 from qkit._internal.loop_thread import LoopThread
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Backend, Capabilities, QueueStats
 from qkit.errors import LifecycleError
@@ -150,7 +150,7 @@ class SyncQueueService(BlockingSends):
             logger.warning("%s again: not waiting for handlers", name)
             self._service.force()
 
-        with catch(caller.loop, first, second):
+        with handle_signals(caller.loop, first, second):
             try:
                 self._stopped.wait()
             finally:

@@ -9,7 +9,7 @@ import uuid
 import aiormq
 import pytest
 
-from qkit import ConfigError, QueueService, Settings, consume
+from qkit import ConfigError, QueueService, Settings, backends, consume
 from qkit._internal.clock import SystemClock
 from qkit.backend import (
     Admin,
@@ -101,6 +101,8 @@ def test_replicas_choose_quorum_queues() -> None:
 
 
 def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The failed import replaces the package in its parent: put the first one back afterwards.
+    monkeypatch.setattr(backends, "rabbitmq", sys.modules["qkit.backends.rabbitmq"])
     for module in [item for item in sys.modules if item.startswith("qkit.backends.rabbitmq")]:
         monkeypatch.delitem(sys.modules, module)
     for module in [item for item in sys.modules if item.partition(".")[0] in {"aiormq", "pamqp"}]:

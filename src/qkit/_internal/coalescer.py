@@ -64,6 +64,11 @@ class Coalescer(Generic[T]):
         """Return all items that were not handled yet, oldest first."""
         return [*self._in_flight, *self._waiting]
 
+    async def drain(self) -> None:
+        """Wait until nothing is in flight or waiting."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
     async def close(self) -> list[T]:
         """Cancel the flush in flight, and return the items that were not handled."""
         task = self._task

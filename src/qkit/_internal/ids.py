@@ -14,8 +14,8 @@ __all__ = ["IdGenerator", "new_id", "sent_at"]
 class IdGenerator:
     """UUIDv7s without dashes: they sort by time, and within one process by order of creation.
 
-    Each millisecond has a random beginning, made once; its ids are that and one of 4096 endings,
-    put together in C. That is what makes an id cheap: a send costs a few microseconds in all.
+    Each millisecond has a random prefix, made once; its ids are that and one of 4096 suffixes, put
+    together in C. That is what makes an id cheap: a send costs a few microseconds in all.
     """
 
     def __init__(self) -> None:
@@ -31,37 +31,35 @@ class IdGenerator:
         self._random_words: Iterator[int] = iter(())  # many at once: the system is slow to be asked
 
     def next(self, time_ns: Callable[[], int] = time.time_ns) -> str:
+        """Return the next id.
+
+        The first id of a millisecond begins a block of 4096; so does the first after a block is
+        used up. The block's number is the 12 bits behind the version, counted up from a random
+        start with room for eight million ids above it; 48 random bits follow. While the clock is
+        behind, because it was set back, ids go on where they were.
+        """
         now = time_ns()
         if now < self._end:
             id = next(self._ids, None)
             if id is not None:
                 return id
-        return self._begin(now)
-
-    def _begin(self, now: int) -> str:
-        """The first id of another millisecond, or of another block of 4096 in this one.
-
-        The block is the 12 bits behind the version, counted up from a random start with room for
-        eight million ids above it; 48 random bits follow. While the clock is behind, because it
-        was set back, ids go on where they were.
-        """
         with self._lock:
-            chance = next(self._random_words, None)
-            if chance is None:
+            word = next(self._random_words, None)
+            if word is None:
                 self._suffixes = self._suffixes or [f"{number:03x}" for number in range(4096)]
                 self._random_words = iter(array("Q", os.urandom(1024)))
-                chance = next(self._random_words)
+                word = next(self._random_words)
             if now >= self._end:
                 millisecond = now // 1_000_000
                 self._end = (millisecond + 1) * 1_000_000
-                self._block = chance >> 48 & 0x7FF
+                self._block = word >> 48 & 0x7FF
             else:
                 self._block += 1
                 if self._block > 0xFFF:
                     self._end, self._block = self._end + 1_000_000, 0
                 millisecond = self._end // 1_000_000 - 1
-            beginning = f"{millisecond:012x}7{self._block:03x}8{chance & 0xFFFF_FFFF_FFFF:012x}"
-            self._ids = map(beginning.__add__, self._suffixes)
+            prefix = f"{millisecond:012x}7{self._block:03x}8{word & 0xFFFF_FFFF_FFFF:012x}"
+            self._ids = map(prefix.__add__, self._suffixes)
             return next(self._ids)
 
 

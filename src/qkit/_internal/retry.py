@@ -13,7 +13,7 @@ import tenacity
 
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError
 
-__all__ = ["Backoff", "persist"]
+__all__ = ["Backoff", "retry_while_unavailable"]
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Backoff:
 
     def after(self, failures: int) -> float:
         """How long to wait after that many failures in a row."""
-        state = tenacity.RetryCallState(retry_object=_ENGINE, fn=None, args=(), kwargs={})
+        state = tenacity.RetryCallState(retry_object=_RETRY_OBJECT, fn=None, args=(), kwargs={})
         state.attempt_number = max(1, failures)
         return self(state)
 
@@ -54,18 +54,19 @@ class Backoff:
         return wait + self._uniform(0.0, self._jitter * wait) if self._jitter else wait
 
 
-_ENGINE = tenacity.AsyncRetrying()  # a call state wants one; it is never run
+_RETRY_OBJECT = tenacity.AsyncRetrying()  # a call state wants one; it is never run
 
 
-async def persist(
+async def retry_while_unavailable(
     call: Callable[[], Awaitable[T]],
     *,
     backoff: Backoff,
-    note: Callable[[QueueError], None],
+    on_failure: Callable[[QueueError], None],
 ) -> T:
     """Await ``call()`` again and again while the connection fails; the caller sets the deadline.
 
-    An open circuit is not retried: it says itself when to come back. ``note`` hears each failure.
+    An open circuit is not retried: it says itself when to come back. ``on_failure`` is called with
+    each failure.
     """
 
     def again(error: BaseException) -> bool:
@@ -74,7 +75,7 @@ async def persist(
     def before_sleep(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, QueueError):
-            note(error)
+            on_failure(error)
 
     retrying = tenacity.AsyncRetrying(
         wait=backoff,

@@ -14,10 +14,10 @@ from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 
-__all__ = ["Administration"]
+__all__ = ["QueueAdmin"]
 
 
-class Administration:
+class QueueAdmin:
     """Translates names to the broker's and refuses what the backend does not offer."""
 
     def __init__(

@@ -27,13 +27,13 @@ from qkit.observability.telemetry import Telemetry
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 
-__all__ = ["Crew"]
+__all__ = ["ConsumerPool"]
 
-ROUNDS = 3  # of a cancellation, a second each
-FOREVER = float("inf")
+MAX_CANCEL_ROUNDS = 3  # a second each
+NO_LEASE_EXPIRY = float("inf")
 
 
-class Crew:
+class ConsumerPool:
     """Every consumer that was started and has not come down yet."""
 
     def __init__(
@@ -60,21 +60,27 @@ class Crew:
         self._threads = threads
         self._tasks: dict[Consumer, asyncio.Task[None]] = {}
 
-    def hire(self, route: Route, handler: Handler, *, renews: bool) -> None:
-        """Let a handler's consumer begin; unless it ``renews`` leases they last for ever."""
-        consumer = self._consumer(route, handler, renews=renews)
+    def start(self, route: Route, handler: Handler, *, renew_leases: bool) -> None:
+        """Start a handler's consumer.
+
+        Args:
+            route: The channel.
+            handler: The handler.
+            renew_leases: Renew leases; if false they never expire.
+        """
+        consumer = self._consumer(route, handler, renew_leases=renew_leases)
         self._tasks[consumer] = asyncio.create_task(
             consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
         )
 
-    def _consumer(self, route: Route, handler: Handler, *, renews: bool) -> Consumer:
+    def _consumer(self, route: Route, handler: Handler, *, renew_leases: bool) -> Consumer:
         name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
         settlement = Settlement(
             channel=route.name,
             group=handler.group,
             consumer=name,
             broadcast=route.broadcast,
-            write=self._writer(route),
+            write=self._dead_letter_writer(route),
             ordered=route.ordered,
             can_delay=bool(self._backend.capabilities.delay),
             timeout=self._settings.send_timeout,
@@ -92,7 +98,7 @@ class Crew:
             threads=self._threads,
             clock=self._clock,
             max_bytes=self._settings.max_message_bytes,
-            on_retry=settlement.retrying,
+            on_retry=settlement.record_retry,
         )
         return Consumer(
             backend=self._backend,
@@ -103,7 +109,7 @@ class Crew:
                 consumer=name,
                 prefetch=self._routes.prefetch(route, handler),
                 broadcast=route.broadcast,
-                ack_deadline=route.ack_deadline if renews else FOREVER,
+                ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
                 needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
             ),
             executor=executor,
@@ -112,10 +118,10 @@ class Crew:
             connection=self._connection,
             clock=self._clock,
             ordered=route.ordered,
-            lease=route.ack_deadline if renews else None,
+            lease=route.ack_deadline if renew_leases else None,
         )
 
-    def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+    def _dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
         letters = route.dead_letter
         if letters is None:
             return None
@@ -138,7 +144,7 @@ class Crew:
             if consumer.refused is not None:
                 raise consumer.refused
 
-    def of(self, channel: str, operation: str) -> list[Consumer]:
+    def consumers_of(self, channel: str, operation: str) -> list[Consumer]:
         """The consumers of a channel; ``QueueNotFound`` if there are none."""
         found = [consumer for consumer in self._tasks if consumer.channel == channel]
         if not found:
@@ -183,18 +189,18 @@ class Crew:
             logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
         return abandoned
 
-    async def dismiss(self, patience: float) -> None:
+    async def stop(self, settle_timeout: float) -> None:
         """Wait until all have given back what they hold; cancel one that does not come to it.
 
-        Settlements of what handlers have done may take ``patience`` seconds.
+        Settlements of what handlers have done may take ``settle_timeout`` seconds.
         """
         tasks = set(self._tasks.values())
         for consumer in self._tasks:
             consumer.stop()
             consumer.abandon()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
-        rounds = ROUNDS
+        deadline = loop.time() + settle_timeout
+        rounds = MAX_CANCEL_ROUNDS
         while tasks and rounds:
             _, tasks = await asyncio.wait(tasks, timeout=1.0)
             if any(consumer.settling for consumer in self._tasks) and loop.time() < deadline:

@@ -10,22 +10,22 @@ __all__ = ["Job"]
 
 
 class Job:
-    """A delivery on its way through a consumer.
+    """A delivery inside a consumer.
 
-    ``task`` is the worker that runs its handler now, ``thread`` the future of a synchronous
-    handler, which may outlive its call, and ``lost`` whether it was taken away: another has it,
-    or will.
+    Attributes:
+        delivery: What was received.
+        task: The worker that runs its handler now.
+        thread: The future of a synchronous handler, which may outlive its call.
+        lost: Whether it was taken away: another consumer has it, or will.
+        abandoned: Whether its handler was cancelled because the consumer ends.
+        stopped: Whether qkit itself cancelled the handler, since the job is lost or abandoned.
     """
 
     task: asyncio.Task[None] | None = None
     thread: asyncio.Future[object] | None = None
     lost = False
     abandoned = False
+    stopped = False
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
-
-    @property
-    def stopped(self) -> bool:
-        """Whether qkit itself cancelled the handler."""
-        return self.lost or self.abandoned

@@ -28,10 +28,7 @@ class SettlementFailures:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._failures: dict[object, _Failure] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._failures)
+        self.current: dict[object, _Failure] = {}
 
     def add(self, what: object, text: str, error: BaseException, *, repeated: bool = True) -> None:
         """Record that ``what`` failed, again or for the first time.
@@ -44,19 +41,19 @@ class SettlementFailures:
                 after its last failure.
         """
         now = self._clock.monotonic()
-        known = self._failures.get(what)
+        known = self.current.get(what)
         since = now if known is None else known.since
         text = f"{text}: {type(error).__name__}: {error_text(error)}"
-        self._failures[what] = _Failure(since, now, text, repeated)
+        self.current[what] = _Failure(since, now, text, repeated)
 
     def remove(self, what: object) -> None:
         """Record that ``what`` succeeded, or is not tried any more."""
-        self._failures.pop(what, None)
+        self.current.pop(what, None)
 
     def lasting(self) -> str | None:
         """Return what has been failing for ten seconds or longer. May be called from any thread."""
         now = self._clock.monotonic()
-        for failure in list(self._failures.values()):
+        for failure in list(self.current.values()):
             recent = failure.repeated or now - failure.last < FORGET_AFTER_SECONDS
             if recent and now - failure.since >= UNHEALTHY_AFTER_SECONDS:
                 return f"{failure.text} (failing for {now - failure.since:.0f} s)"

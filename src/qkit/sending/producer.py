@@ -138,7 +138,7 @@ class Producer:
         return sent
 
     async def _send_traced(self, route: Route, queue: str, envelopes: list[Envelope]) -> list[Sent]:
-        with self._telemetry.sending(route.name, envelopes):
+        with self._telemetry.producer_span(route.name, envelopes):
             return await self.send_to_queue(route, queue, envelopes)
 
     async def send_to_queue(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from qkit._internal.coalescer import Coalescer
 from qkit._internal.deadlines import Deadline, DeadlineTimer
 from qkit._internal.logging import logger
-from qkit._internal.retry import Backoff, persist
+from qkit._internal.retry import Backoff, retry_while_unavailable
 from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError
 from qkit.message import Envelope, Sent
 from qkit.sending.guarded_backend import GuardedBackend
@@ -199,7 +199,9 @@ class SendBatcher:
                 if failure is not None:
                     record(failure)
                     await asyncio.sleep(self._backoff.after(1))
-                return await persist(attempt, backoff=self._backoff, note=record)
+                return await retry_while_unavailable(
+                    attempt, backoff=self._backoff, on_failure=record
+                )
         except CircuitOpen as error:
             if failures:  # its own tries were among those that opened the circuit
                 raise error from failures[-1]

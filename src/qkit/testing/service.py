@@ -85,7 +85,9 @@ class TestService:
             if column in MATRIX:
                 backend.capabilities = MATRIX[column]
             await self._engine.__aenter__()
-            self.service.rewire(backend, self.clock, watch=self._recorded)
+            self.service.replace_backend_for_testing(
+                backend, self.clock, wrap_handler=self._recorded
+            )
             await self.service.start()
         except BaseException:
             await self.__aexit__(None, None, None)

@@ -193,7 +193,7 @@ async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
 async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscription_module, "UNWANTED", 0.2)
+    monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.2)
     await declare(backend, name)
     async with (
         backend.subscribe(spec(name)) as paused,
