@@ -388,7 +388,7 @@ def test_a_call_that_a_shutdown_overtakes_ends_with_a_word() -> None:
 def test_a_handler_that_ignores_cancellation_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("qkit.sync.LAST_WORDS", 0.01)
+    monkeypatch.setattr("qkit._internal.loop_thread.LOOP_DRAIN_SECONDS", 0.01)
     backend = FaultyBackend()
     service = make(backend=backend)
     service.start()

@@ -148,7 +148,7 @@ def test_consume_gives_back_what_it_showed(shell: Shell) -> None:
 
 
 def test_consume_says_that_it_holds_no_more(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkit.cli.messages.HELD", 2)
+    monkeypatch.setattr("qkit.cli.messages.MAX_HELD", 2)
     shell.run("send", "orders", stdin="1\n2\n3\n")
     result = shell.run("consume", "orders")
     assert "2 messages shown and given back. It holds no more" in result.stderr

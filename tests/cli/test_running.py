@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qkit.cli.worker import Pages, set_up_logs
+from qkit.cli.worker import WebOptions, set_up_logs
 from tests.support.cli import Shell
 
 WORKER = """
@@ -253,11 +253,11 @@ def test_what_an_error_holds_steers_no_terminal(
 
 
 def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
-    pages = Pages(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
+    options = WebOptions(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
     named = ["--allow-host", "a.example", "--allow-host", "b.example"]
-    assert pages.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
-    assert Pages(port=0, host="::1", token=None, hosts=[]).of_worker(2)[-1] == "0"
-    assert Pages(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
+    assert options.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
+    assert WebOptions(port=0, host="::1", token=None, hosts=[]).of_worker(2)[-1] == "0"
+    assert WebOptions(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
 
 
 def test_what_can_never_work_is_not_tried_again(place: Path) -> None:

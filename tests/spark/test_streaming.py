@@ -134,12 +134,12 @@ def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
 def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    from qkit.spark.staging import Stage
+    from qkit.spark.staging import StagingArea
 
     options = {**redis_list(f"spark-{new_id()}"), "stage": str(tmp_path / "stage")}
     with channel(options) as service:
         service.send_many(options["channel"], range(10))
-        crashed = Stage(plan_of(options))
+        crashed = StagingArea(plan_of(options))
         assert crashed.latest(crashed.initial(), None) == {"stage": 1}
         assert service.stats(options["channel"]).depth == 0
         crashed.close()

@@ -6,14 +6,14 @@ import asyncio
 from collections import Counter
 
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, bodies, requires
 from qkit.handlers.decorators import consume
 
 __all__ = ["Deliveries"]
 
 
-class Holding(Tampered):
+class Holding(FaultInjectingBackend):
     """Counts the deliveries that consumers hold unsettled."""
 
     def __init__(self, inner: Backend) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.errors import BackendUnavailable, QueueError, Reject
 from qkit.handlers.decorators import consume
@@ -21,7 +21,7 @@ __all__ = ["HealthAndMetrics"]
 QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 
 
-class Silent(Tampered):
+class Silent(FaultInjectingBackend):
     """A backend that does not answer a ping, or cannot start, while ``error`` is set."""
 
     def __init__(self, inner: Backend) -> None:
@@ -39,7 +39,7 @@ class Silent(Tampered):
         await super().ping()
 
 
-class Unsettled(Tampered):
+class Unsettled(FaultInjectingBackend):
     """A backend that refuses dead letters, or acks, while an error is set for them."""
 
     def __init__(self, inner: Backend) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import pytest
 
 from qkit.backend import Backend
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueFull, SendTimeout
 from qkit.handlers.decorators import consume
@@ -18,7 +18,7 @@ from qkit.service import QueueService
 __all__ = ["SendFaults"]
 
 
-class Flaky(Tampered):
+class Flaky(FaultInjectingBackend):
     """A backend whose publishing goes through ``faults`` one by one, then works."""
 
     def __init__(self, inner: Backend) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict  # pydantic refuses typing's before Python 3.12
 
 from qkit.backend import Backend
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.errors import ConfigError, InvalidBody, InvalidPriority
 from qkit.handlers.channel import Channel
@@ -106,7 +106,7 @@ def collecting(
     return consume(channel)(collect), got
 
 
-class Spied(Tampered):
+class Spied(FaultInjectingBackend):
     """Keeps every envelope that leaves."""
 
     def __init__(self, inner: Backend) -> None:
