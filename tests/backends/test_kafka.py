@@ -701,7 +701,7 @@ async def test_no_error_of_the_driver_escapes(kind: type[BaseException]) -> None
     error = kind("words") if kind is not errors.CommitFailedError else kind()
     assert isinstance(error, DRIVER_ERRORS)
     with pytest.raises(QueueError) as caught:
-        async with translate_errors("publish", "orders"):
+        with translate_errors("publish", "orders"):
             raise error
     assert caught.value.cause is error
     assert (caught.value.backend, caught.value.queue) == ("kafka", "orders")

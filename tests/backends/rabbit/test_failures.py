@@ -114,7 +114,7 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     error: BaseException, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
-        async with translate_errors("publish", "orders"):
+        with translate_errors("publish", "orders"):
             raise error
     assert type(caught.value) is kind
     assert caught.value.cause is error
@@ -136,12 +136,12 @@ def test_no_error_of_the_driver_was_forgotten() -> None:
 async def test_a_cancellation_of_the_driver_s_own_is_an_error_and_a_real_one_is_not() -> None:
     """The driver cancels what waits on a channel that it closes."""
     with pytest.raises(BackendUnavailable) as caught:
-        async with translate_errors("publish"):
+        with translate_errors("publish"):
             raise asyncio.CancelledError
     assert isinstance(caught.value.cause, asyncio.CancelledError)
 
     async def wait() -> None:
-        async with translate_errors("publish"):
+        with translate_errors("publish"):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(wait())

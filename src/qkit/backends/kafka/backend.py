@@ -270,7 +270,7 @@ class KafkaBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[KafkaSubscription, None]:
-        async with translate_errors("subscribe", spec.queue):
+        with translate_errors("subscribe", spec.queue):
             if not await self._cluster.look(spec.queue):
                 raise not_found(spec.queue, "subscribe")
             subscription = KafkaSubscription(

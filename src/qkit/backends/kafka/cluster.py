@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from qkit.backends.kafka import driver
@@ -54,7 +55,7 @@ class Cluster:
             Admin(**self._parameters.options(self._parameters.timeout * 0.8))
         )
         try:
-            async with translate_errors("start"), asyncio.timeout(self._parameters.timeout):
+            async with self._request("start"):
                 await admin.start()
         except BaseException:
             await driver.close_admin(admin)
@@ -82,8 +83,16 @@ class Cluster:
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless a broker answers soon."""
-        async with translate_errors("ping"), asyncio.timeout(PING_TIMEOUT_SECONDS):
+        async with self._request("ping", timeout=PING_TIMEOUT_SECONDS):
             await self._ask(driver.metadata_request([]))
+
+    @asynccontextmanager
+    async def _request(
+        self, operation: str, topic: str | None = None, timeout: float | None = None
+    ) -> AsyncGenerator[None, None]:
+        with translate_errors(operation, topic):
+            async with asyncio.timeout(timeout or self._parameters.timeout):
+                yield
 
     # Topics
 
@@ -119,7 +128,7 @@ class Cluster:
         """Make a topic, unless it exists; returns when its partitions can be used."""
         if await self.look(topic):
             return
-        async with translate_errors("declare", topic), asyncio.timeout(self._parameters.timeout):
+        async with self._request("declare", topic):
             new = NewTopic(topic, partitions, replicas, topic_configs=dict(config))
             answer = await self._connected.create_topics([new])
             for _, code, text in answer.topic_errors:
@@ -140,7 +149,7 @@ class Cluster:
 
     async def delete(self, topics: list[str]) -> None:
         """Delete topics that exist; returns when they are gone."""
-        async with translate_errors("delete", topics[0]), asyncio.timeout(self._parameters.timeout):
+        async with self._request("delete", topics[0]):
             answer = await self._connected.delete_topics(topics)
             for _, code in answer.topic_error_codes:
                 error = errors.for_code(code)
@@ -152,17 +161,17 @@ class Cluster:
 
     async def brokers(self) -> int:
         """How many brokers run."""
-        async with translate_errors("declare"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("declare"):
             return len((await self._ask(driver.metadata_request([]))).brokers)
 
     async def _describe(self, topics: list[str] | None) -> dict[str, _Topic]:
-        async with translate_errors("describe"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("describe"):
             answer = await self._ask(driver.metadata_request(topics))
         found: dict[str, _Topic] = {}
         for code, name, internal, partitions in answer.topics:
             error = errors.for_code(code)
             if error is errors.TopicAuthorizationFailedError:
-                async with translate_errors("describe", name):
+                with translate_errors("describe", name):
                     raise error(name)
             leaders = {partition[1]: partition[2] for partition in partitions}
             if error is errors.NoError and all(leader >= 0 for leader in leaders.values()):
@@ -173,7 +182,7 @@ class Cluster:
 
     async def offsets(self, topic: str, which: int) -> dict[int, int]:
         """The first (``EARLIEST``) or the next (``LATEST``) offset of each partition."""
-        async with translate_errors("offsets", topic), asyncio.timeout(self._parameters.timeout):
+        async with self._request("offsets", topic):
             return await _once_ready(self._offsets, topic, which)
 
     async def _offsets(self, topic: str, which: int) -> dict[int, int]:
@@ -198,7 +207,7 @@ class Cluster:
         """Delete what lies before these offsets."""
         if not before:
             return
-        async with translate_errors("purge"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("purge"):
             records = {tp: RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
             await self._connected.delete_records(records)
 
@@ -206,13 +215,13 @@ class Cluster:
 
     async def groups(self) -> list[str]:
         """The ids of all consumer groups."""
-        async with translate_errors("groups"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("groups"):
             found = await _once_ready(self._connected.list_consumer_groups)
         return sorted(str(group[0]) for group in found)
 
     async def members(self, group: str) -> int:
         """How many consumers a group has."""
-        async with translate_errors("groups"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("groups"):
             describe = self._connected.describe_consumer_groups
             for answer in await _once_ready(describe, [group]):
                 for item in answer.groups:
@@ -238,7 +247,7 @@ class Cluster:
         """What a group has committed for these partitions."""
         if not wanted:
             return {}
-        async with translate_errors("offsets"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("offsets"):
             ask = functools.partial(self._connected.list_consumer_group_offsets, partitions=wanted)
             found = await _once_ready(ask, group)
         return {
@@ -249,7 +258,7 @@ class Cluster:
 
     async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
-        async with translate_errors("commit", topic), asyncio.timeout(self._parameters.timeout):
+        async with self._request("commit", topic):
             await _once_ready(self._commit, group, topic, offsets)
 
     async def _commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
@@ -263,7 +272,7 @@ class Cluster:
 
     async def delete_groups(self, groups: list[str]) -> None:
         """Forget groups; one that still has members stays."""
-        async with translate_errors("delete"), asyncio.timeout(self._parameters.timeout):
+        async with self._request("delete"):
             for group in groups:
                 await _once_ready(self._delete_group, group)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from typing import Any, Final
 
 from qkit._internal.text import error_text
+from qkit.backends.common.error_translation import ErrorTranslator
 from qkit.backends.kafka.driver import errors
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -31,27 +31,19 @@ DRIVER_ERRORS: Final = (
 )
 
 
-@asynccontextmanager
-async def translate_errors(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
-    """Raise each error of the driver inside the block as a ``QueueError`` with its cause."""
-    try:
-        yield
-    except QueueError:
-        raise
-    except DRIVER_ERRORS as error:
-        raise to_queue_error(error, operation, queue) from error
-
-
-def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
-    """Return the ``QueueError`` for an error of the driver; the most specific kinds come first."""
+def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
+    """Return what an error of the driver means; the most specific kinds come first."""
     retriable = bool(getattr(error, "retriable", False))
     kind, text = next(
         (meaning for kinds, meaning in _MEANINGS.items() if isinstance(error, kinds)),
         (BackendUnavailable, "Kafka cannot do it now") if retriable else (QueueError, "refused"),
     )
     said = error_text(error)[:300] or type(error).__name__
-    return kind(f"{text} ({said})", backend=BACKEND, operation=operation, queue=queue, cause=error)
+    return kind, f"{text} ({said})"
 
+
+translate_errors: Final = ErrorTranslator(BACKEND, DRIVER_ERRORS, _meaning)
+to_queue_error: Final = translate_errors.error
 
 _MEANINGS: Final[Mapping[Any, tuple[type[QueueError], str]]] = {
     (errors.MessageSizeTooLargeError, errors.RecordListTooLargeError, errors.RecordTooLargeError): (

@@ -65,28 +65,29 @@ class PartitionReader:
 
     @asynccontextmanager
     async def _looking(self, operation: str) -> AsyncGenerator[Any, None]:
-        async with translate_errors(operation), self._turn:
-            consumer = self._consumer
-            try:
-                async with asyncio.timeout(self._parameters.timeout):
-                    if consumer is None:
-                        consumer = driver.create_nothing(
-                            Consumer(
-                                group_id=None,
-                                enable_auto_commit=False,
-                                auto_offset_reset="earliest",
-                                fetch_max_wait_ms=50,
-                                **self._parameters.options(),
+        with translate_errors(operation):
+            async with self._turn:
+                consumer = self._consumer
+                try:
+                    async with asyncio.timeout(self._parameters.timeout):
+                        if consumer is None:
+                            consumer = driver.create_nothing(
+                                Consumer(
+                                    group_id=None,
+                                    enable_auto_commit=False,
+                                    auto_offset_reset="earliest",
+                                    fetch_max_wait_ms=50,
+                                    **self._parameters.options(),
+                                )
                             )
-                        )
-                        await consumer.start()
-                    yield consumer
-                self._consumer = consumer
-            except BaseException:
-                self._consumer = None
-                if consumer is not None:
-                    await driver.close_consumer(consumer)
-                raise
+                            await consumer.start()
+                        yield consumer
+                    self._consumer = consumer
+                except BaseException:
+                    self._consumer = None
+                    if consumer is not None:
+                        await driver.close_consumer(consumer)
+                    raise
 
     async def aclose(self) -> None:
         """Disconnect."""

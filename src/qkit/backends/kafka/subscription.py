@@ -439,7 +439,7 @@ class KafkaSubscription:
         if not messages:
             return
         try:
-            async with translate_errors("release", self.queue):
+            with translate_errors("release", self.queue):
                 await self._send_back(messages, 0.0, count_attempt=False)
         except QueueError as error:  # they stay in the log, for whoever has the partition next
             logger.warning("%s: messages could not be passed on: %s", self.queue, error)

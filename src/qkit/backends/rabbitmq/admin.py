@@ -78,8 +78,9 @@ class RabbitMQAdmin:
         """Delete every message that no consumer holds, delayed ones too; return how many."""
         gone = 0
         for name in await self._queues_of(queue, "purge"):
-            async with translate_errors("purge", queue), self._consuming.control() as channel:
-                gone += (await channel.queue_purge(name)).message_count or 0
+            with translate_errors("purge", queue):
+                async with self._consuming.control() as channel:
+                    gone += (await channel.queue_purge(name)).message_count or 0
             gone += await self._remove_delayed(name)
         if self._is_topic(queue):
             gone += await self._remove_delayed(queue)
@@ -93,17 +94,18 @@ class RabbitMQAdmin:
         wanted = Counter(ids)
         gone = 0
         for name in await self._queues_of(queue, "remove"):
-            async with translate_errors("remove", queue), self._consuming.own_channel() as channel:
-                kept: list[DeliveredMessage] = []
-                while wanted.total() and (message := await _get(channel, name)) is not None:
-                    id = codec.message_id(message.header.properties, message.body)
-                    if wanted[id]:
-                        wanted[id] -= 1
-                        gone += 1
-                        await channel.basic_ack(message.delivery_tag or 0, wait=False)
-                    else:
-                        kept.append(message)
-                await self._put_back(channel, name, kept)
+            with translate_errors("remove", queue):
+                async with self._consuming.own_channel() as channel:
+                    kept: list[DeliveredMessage] = []
+                    while wanted.total() and (message := await _get(channel, name)) is not None:
+                        id = codec.message_id(message.header.properties, message.body)
+                        if wanted[id]:
+                            wanted[id] -= 1
+                            gone += 1
+                            await channel.basic_ack(message.delivery_tag or 0, wait=False)
+                        else:
+                            kept.append(message)
+                    await self._put_back(channel, name, kept)
         return gone
 
     async def delete(self, queue: str) -> None:
@@ -111,12 +113,14 @@ class RabbitMQAdmin:
         names = await self._queues_of(queue, "delete")
         topic = self._is_topic(queue)
         for name in names:
-            async with translate_errors("delete", queue), self._consuming.control() as channel:
-                await channel.queue_delete(name)
+            with translate_errors("delete", queue):
+                async with self._consuming.control() as channel:
+                    await channel.queue_delete(name)
             await self._remove_delayed(name)
         if topic:
-            async with translate_errors("delete", queue), self._consuming.control() as channel:
-                await channel.exchange_delete(queue)
+            with translate_errors("delete", queue):
+                async with self._consuming.control() as channel:
+                    await channel.exchange_delete(queue)
             await self._remove_delayed(queue)
         self._specs.pop(queue, None)
         self._groups.pop(queue, None)
@@ -129,30 +133,33 @@ class RabbitMQAdmin:
 
     async def _queues_of(self, queue: str, operation: str) -> list[str]:
         """The queue itself, or those of a topic's groups; raises if there is no such thing."""
-        async with translate_errors(operation, queue), self._consuming.control() as channel:
-            if not self._is_topic(queue):
-                await channel.queue_declare(queue, passive=True)
-                return [queue]
-            await channel.exchange_declare(queue, passive=True)
+        with translate_errors(operation, queue):
+            async with self._consuming.control() as channel:
+                if not self._is_topic(queue):
+                    await channel.queue_declare(queue, passive=True)
+                    return [queue]
+                await channel.exchange_declare(queue, passive=True)
         return [group_queue(queue, group) for group in sorted(self._groups.get(queue, ()))]
 
     async def _count(self, name: str, operation: str) -> QueueStats:
-        async with translate_errors(operation, name), self._consuming.control() as channel:
-            answer = await channel.queue_declare(name, passive=True)
+        with translate_errors(operation, name):
+            async with self._consuming.control() as channel:
+                answer = await channel.queue_declare(name, passive=True)
         return QueueStats(
             queue=name, depth=answer.message_count or 0, consumers=answer.consumer_count
         )
 
     async def _look(self, name: str, limit: int) -> list[DeliveredMessage]:
-        async with translate_errors("peek", name), self._consuming.own_channel() as channel:
-            many = limit
-            if self._counts(name):
-                depth = (await channel.queue_declare(name, passive=True)).message_count or 0
-                many = max(limit, depth if depth <= MAX_FULL_READ else 0)
-            found: list[DeliveredMessage] = []
-            while len(found) < many and (message := await _get(channel, name)) is not None:
-                found.append(message)
-            await self._put_back(channel, name, found)
+        with translate_errors("peek", name):
+            async with self._consuming.own_channel() as channel:
+                many = limit
+                if self._counts(name):
+                    depth = (await channel.queue_declare(name, passive=True)).message_count or 0
+                    many = max(limit, depth if depth <= MAX_FULL_READ else 0)
+                found: list[DeliveredMessage] = []
+                while len(found) < many and (message := await _get(channel, name)) is not None:
+                    found.append(message)
+                await self._put_back(channel, name, found)
         return found[:limit]
 
     def _counts(self, name: str) -> bool:
@@ -183,18 +190,19 @@ class RabbitMQAdmin:
         """Fetch and delete; what is at the head of a queue of dead letters is the oldest."""
         taken: list[Envelope] = []
         if count > 0:
-            async with translate_errors("publish", name), self._consuming.own_channel() as channel:
-                while len(taken) < count and (message := await _get(channel, name)) is not None:
-                    facts = message.header.properties
-                    envelope = codec.decode(facts, message.body)
-                    taken.append(codec.as_dead_letter(envelope, facts, ignored=DELAY))
-                    await channel.basic_ack(message.delivery_tag or 0, wait=False)
+            with translate_errors("publish", name):
+                async with self._consuming.own_channel() as channel:
+                    while len(taken) < count and (message := await _get(channel, name)) is not None:
+                        facts = message.header.properties
+                        envelope = codec.decode(facts, message.body)
+                        taken.append(codec.as_dead_letter(envelope, facts, ignored=DELAY))
+                        await channel.basic_ack(message.delivery_tag or 0, wait=False)
         return taken
 
     async def _remove_delayed(self, name: str) -> int:
         """Take delayed messages out of the cascade, if there is one."""
         try:
-            async with translate_errors("purge", name):
+            with translate_errors("purge", name):
                 return await self._cascade.remove_delayed(self._consuming, name)
         except QueueNotFound:
             return 0

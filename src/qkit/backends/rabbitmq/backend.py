@@ -122,7 +122,7 @@ class RabbitMQBackend(RabbitMQAdmin):
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the broker is too old."""
-        async with translate_errors("start"):
+        with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
         version = str(connection.server_properties.get("version", ""))
@@ -157,7 +157,7 @@ class RabbitMQBackend(RabbitMQAdmin):
                 operation="declare",
                 queue=spec.name,
             )
-        async with translate_errors("declare", spec.name):
+        with translate_errors("declare", spec.name):
             if spec.passive:
                 await self._check_exists(spec)
             else:
@@ -233,11 +233,9 @@ class RabbitMQBackend(RabbitMQAdmin):
         """Raise ``ConfigError`` if retries could not wait on this broker."""
         if spec is None or not spec.passive:
             try:
-                async with (
-                    translate_errors("subscribe", queue),
-                    self._consuming.control() as channel,
-                ):
-                    await self._cascade.check(channel)
+                with translate_errors("subscribe", queue):
+                    async with self._consuming.control() as channel:
+                        await self._cascade.check(channel)
                 return
             except QueueNotFound:
                 pass  # it is declared now, or the reason why not is raised
@@ -248,31 +246,23 @@ class RabbitMQBackend(RabbitMQAdmin):
         passive = spec is not None and spec.passive
         if self._cascade.ready and (not passive or queue in self._bound):
             return
-        async with translate_errors("publish", queue), self._consuming.control() as channel:
-            if not passive:
-                await self._cascade.declare(channel)
-                return
-            try:
-                await self._cascade.check(channel)
-                # Somebody else made the queue, perhaps for programs that know no delays.
-                topic = spec is not None and spec.broadcast and queue == spec.name
-                await self._topology.bind_delays(channel, queue, topic=topic)
-            except (
-                exceptions.ChannelNotFoundEntity,
-                exceptions.ChannelAccessRefused,
-            ) as error:
-                raise ConfigError(
-                    "delays and retries need qkit.delay, which this vhost does not have, or to "
-                    "which the queue may not be bound, and declare='passive' creates nothing: "
-                    "start a service with declare='create' once, or set retry.mode='inline' and "
-                    "send without a delay",
-                    backend=self.name,
-                    operation="delay",
-                    queue=queue,
-                    cause=error,
-                ) from error
-            self._cascade.ready = True
-            self._bound.add(queue)
+        with translate_errors("publish", queue):
+            async with self._consuming.control() as channel:
+                if not passive:
+                    await self._cascade.declare(channel)
+                    return
+                try:
+                    await self._cascade.check(channel)
+                    # Somebody else made the queue, perhaps for programs that know no delays.
+                    topic = spec is not None and spec.broadcast and queue == spec.name
+                    await self._topology.bind_delays(channel, queue, topic=topic)
+                except (
+                    exceptions.ChannelNotFoundEntity,
+                    exceptions.ChannelAccessRefused,
+                ) as error:
+                    raise _no_delays(queue, error) from error
+                self._cascade.ready = True
+                self._bound.add(queue)
 
     async def _republish(
         self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
@@ -327,7 +317,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[RabbitSubscription, None]:
         declared = self._specs.get(spec.queue)
-        async with translate_errors("subscribe", spec.queue):
+        with translate_errors("subscribe", spec.queue):
             queue = spec.queue
             if spec.broadcast:
                 queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
@@ -415,3 +405,15 @@ def _target(queue: str, spec: QueueSpec | None, envelope: Envelope) -> str:
     """Where a message is meant for: its queue, its topic, or one group of that."""
     group = envelope.headers.get(GROUP) if spec is not None and spec.broadcast else None
     return queue if group is None else group_queue(queue, group)
+
+
+def _no_delays(queue: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        "delays and retries need qkit.delay, which this vhost does not have, or to which the queue "
+        "may not be bound, and declare='passive' creates nothing: start a service with "
+        "declare='create' once, or set retry.mode='inline' and send without a delay",
+        backend=BACKEND,
+        operation="delay",
+        queue=queue,
+        cause=error,
+    )

@@ -212,7 +212,7 @@ class ReconnectingConnection:
         return self._probe
 
     async def _ask(self) -> None:
-        async with translate_errors("ping"):
+        with translate_errors("ping"):
             answer = asyncio.create_task(self._round_trip(), name=f"qkit {self._purpose} question")
             try:
                 # In slices: a loop that was blocked has used up one of them, not all.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from aiormq import exceptions
 from pamqp.exceptions import PAMQPException
 
+from qkit.backends.common.error_translation import ErrorTranslator
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,
@@ -73,31 +73,10 @@ class Difference(NamedTuple):
     known: bool = True
 
 
-@asynccontextmanager
-async def translate_errors(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
-    """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
-    try:
-        yield
-    except QueueError:
-        raise
-    except DRIVER_ERRORS as error:
-        raise to_queue_error(error, operation, queue) from error
-    except asyncio.CancelledError as error:
-        if not interrupted():
-            raise
-        raise to_queue_error(error, operation, queue) from error
-
-
 def interrupted() -> bool:
     """Whether a cancellation is the driver's way to say that it was closed, and nobody's wish."""
     task = asyncio.current_task()
     return task is not None and not task.cancelling()
-
-
-def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
-    """What an error of the driver means here; the most specific kinds come first."""
-    kind, text = _meaning(error)
-    return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
@@ -274,3 +253,9 @@ def _precondition(said: str) -> tuple[type[QueueError], str]:
 def _value(text: str) -> str:
     found = _VALUE.fullmatch(text.strip())
     return found[1] if found else text.strip()
+
+
+translate_errors: Final = ErrorTranslator(
+    BACKEND, DRIVER_ERRORS, _meaning, is_driver_cancellation=interrupted
+)
+to_queue_error: Final = translate_errors.error

@@ -43,7 +43,7 @@ class Publisher:
         """Each message's error, or ``None`` once the broker has confirmed it."""
         current = self._current
         if current is None or current.channel.is_closed:
-            async with translate_errors("publish", messages[0].queue):
+            with translate_errors("publish", messages[0].queue):
                 current = await self._open()
         current.users += 1
         try:

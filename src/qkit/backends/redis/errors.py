@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Final
 
 from redis import exceptions
 
+from qkit.backends.common.error_translation import ErrorTranslator
 from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull, QueueNotFound
 
 __all__ = ["BACKEND", "DRIVER_ERRORS", "queue_not_found", "to_queue_error", "translate_errors"]
@@ -18,41 +18,6 @@ BACKEND: Final = "redis"
 
 DRIVER_ERRORS: Final = (exceptions.RedisError, OSError, EOFError, ssl.SSLError)
 """All that the driver may raise; a time-out of asyncio is an ``OSError``."""
-
-
-class translate_errors:  # noqa: N801  # it reads as a verb: with translate_errors("publish", queue)
-    """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause.
-
-    >>> with translate_errors("publish", "orders"):
-    ...     raise exceptions.ConnectionError("reset by peer")
-    Traceback (most recent call last):
-    qkit.errors.BackendUnavailable: ...
-    """
-
-    __slots__ = ("_operation", "_queue")
-
-    def __init__(self, operation: str, queue: str | None = None) -> None:
-        self._operation = operation
-        self._queue = queue
-
-    def __enter__(self) -> None:
-        """Nothing happens before there is an error."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Raise ours in place of the driver's."""
-        if isinstance(error, DRIVER_ERRORS) and not isinstance(error, QueueError):
-            raise to_queue_error(error, self._operation, self._queue) from error
-
-
-def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
-    """What an error of the driver means here; the most specific kinds come first."""
-    kind, text = _meaning(error)
-    return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
 
 
 def queue_not_found(queue: str, operation: str) -> QueueNotFound:
@@ -112,3 +77,6 @@ _CODES: Final[Mapping[str, tuple[type[QueueError], str]]] = {
     "max number of clients reached": (BackendUnavailable, "Redis takes no more connections"),
     "unknown command": (ConfigError, "this Redis is too old: qkit needs 6.2 or Valkey"),
 }
+
+translate_errors: Final = ErrorTranslator(BACKEND, DRIVER_ERRORS, _meaning)
+to_queue_error: Final = translate_errors.error
