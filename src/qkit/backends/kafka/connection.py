@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from typing import Any, Final
 
+from qkit.backends.common.tls import client_context
 from qkit.backends.kafka.errors import BACKEND
-from qkit.errors import ConfigError
 
 __all__ = ["ConnectionParameters"]
 
@@ -50,6 +49,9 @@ class ConnectionParameters:
         """
         if request_timeout is None:
             request_timeout = min(REQUEST_TIMEOUT_SECONDS, self.timeout)
+        tls: dict[str, Any] = {}
+        if self._tls:
+            tls["ssl_context"] = client_context(*self._files, backend=BACKEND, operation="start")
         return {
             "bootstrap_servers": self.brokers,
             "client_id": "qkit",
@@ -58,20 +60,5 @@ class ConnectionParameters:
             "security_protocol": ("SASL_" if self._login else "")
             + ("SSL" if self._tls else "PLAINTEXT"),
             **self._login,
-            **({"ssl_context": self._context()} if self._tls else {}),
+            **tls,
         }
-
-    def _context(self) -> ssl.SSLContext:
-        ca_file, cert_file, key_file = self._files
-        try:
-            context = ssl.create_default_context(cafile=ca_file)
-            if cert_file is not None:
-                context.load_cert_chain(cert_file, key_file)
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(
-                f"the TLS files cannot be read: {error}; check tls_ca_file, tls_cert_file and "
-                "tls_key_file",
-                backend=BACKEND,
-                operation="start",
-            ) from error
-        return context

@@ -18,6 +18,7 @@ import aiormq
 from aiormq import Channel
 from yarl import URL
 
+from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import FRAME
 from qkit.backends.rabbitmq.driver import (
     AbortableTransport,
@@ -27,7 +28,7 @@ from qkit.backends.rabbitmq.driver import (
 )
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
-from qkit.errors import BackendUnavailable, ConfigError
+from qkit.errors import BackendUnavailable
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
@@ -86,19 +87,7 @@ class ConnectionParameters:
 
     def _tls(self) -> ssl.SSLContext | None:
         if self.secure and self._context is None:
-            ca_file, cert_file, key_file = self._files
-            try:
-                self._context = ssl.create_default_context(cafile=ca_file)
-                if cert_file is not None:
-                    self._context.load_cert_chain(cert_file, key_file)
-            except OSError as error:
-                raise ConfigError(
-                    "the TLS files cannot be used: check tls_ca_file, tls_cert_file and "
-                    f"tls_key_file ({error.strerror or type(error).__name__})",
-                    backend=BACKEND,
-                    operation="connect",
-                    cause=error,
-                ) from error
+            self._context = client_context(*self._files, backend=BACKEND, operation="connect")
         return self._context
 
 
