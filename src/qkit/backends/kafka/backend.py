@@ -13,6 +13,7 @@ from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.common.errors import queue_full
 from qkit.backends.kafka import codec, driver
 from qkit.backends.kafka.admin import KafkaAdmin
 from qkit.backends.kafka.cluster import Cluster, not_found
@@ -27,7 +28,7 @@ from qkit.backends.kafka.reader import PartitionReader
 from qkit.backends.kafka.retry_tiers import TIERS
 from qkit.backends.kafka.retry_topic import retry_record
 from qkit.backends.kafka.subscription import KafkaSubscription
-from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
+from qkit.errors import ConfigError, PartialSend, QueueError
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
 from qkit.settings.model import Settings
 
@@ -190,7 +191,7 @@ class KafkaBackend:
             except QueueError as error:  # what was sent is there: nobody must send it again
                 logger.warning("%s: holds more than it should: %s", queue, error)
         return [
-            results[number] if number in results else _full(queue, envelope)
+            results[number] if number in results else queue_full(BACKEND, queue, envelope.id)
             for number, envelope in enumerate(envelopes)
         ]
 
@@ -397,13 +398,3 @@ def _is_plain(envelope: Envelope) -> bool:
         return False
     headers = envelope.headers
     return not headers or (GROUP not in headers and DEAD_REASON not in headers)
-
-
-def _full(queue: str, envelope: Envelope) -> QueueFull:
-    return QueueFull(
-        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
-        backend=BACKEND,
-        operation="publish",
-        queue=queue,
-        message_id=envelope.id,
-    )

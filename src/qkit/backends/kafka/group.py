@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
+from qkit.backends.common.errors import subscription_broke
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.assignor import Assignor, MemberState
 from qkit.backends.kafka.cluster import Cluster
@@ -456,13 +457,7 @@ def lost(error: BaseException, topic: str) -> QueueError:
     found = error if isinstance(error, QueueError) else to_queue_error(error, "receive", topic)
     if isinstance(found, SubscriptionLost | ConfigError):
         return found
-    return SubscriptionLost(
-        f"the subscription broke: {found.message}",
-        backend=BACKEND,
-        operation="receive",
-        queue=topic,
-        cause=error,
-    )
+    return subscription_broke(BACKEND, topic, found.message, error)
 
 
 def _listener(membership: GroupMembership) -> Any:

@@ -11,6 +11,7 @@ from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.errors import subscription_broke
 from qkit.backends.kafka import codec
 from qkit.backends.kafka.cluster import Cluster
 from qkit.backends.kafka.codec import KafkaRecord, Origin
@@ -27,7 +28,6 @@ from qkit.errors import (
     AckDeadlineExceeded,
     MessageNotFound,
     QueueError,
-    SubscriptionLost,
     Unsupported,
 )
 from qkit.message import GROUP, Envelope
@@ -400,13 +400,7 @@ class KafkaSubscription:
 
     def _lost(self, error: BaseException) -> QueueError:
         if isinstance(error, LookupError):
-            error = SubscriptionLost(
-                f"the subscription broke: {error}",
-                backend=BACKEND,
-                operation="receive",
-                queue=self.queue,
-                cause=error,
-            )
+            return subscription_broke(BACKEND, self.queue, str(error), error)
         return lost(error, self.queue)
 
     # The end

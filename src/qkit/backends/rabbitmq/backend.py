@@ -14,6 +14,7 @@ from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.common.errors import queue_full
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.admin import RabbitMQAdmin
 from qkit.backends.rabbitmq.codec import FRAME, USUAL_PRIORITY
@@ -28,7 +29,6 @@ from qkit.errors import (
     InvalidHeader,
     PartialSend,
     QueueError,
-    QueueFull,
     QueueNotFound,
 )
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
@@ -200,7 +200,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         results: list[Sent | QueueError] = [
             error or Sent(item.id) for item, error in zip(envelopes, errors, strict=False)
         ]
-        results += [self._full(queue, item) for item in envelopes[fitting:]]
+        results += [queue_full(BACKEND, queue, item.id) for item in envelopes[fitting:]]
         raise PartialSend.of(results, backend=self.name, queue=queue)
 
     def _outgoing(
@@ -298,15 +298,6 @@ class RabbitMQBackend(RabbitMQAdmin):
             for callback in self._drop_callbacks:
                 callback(letter)
         return wanted
-
-    def _full(self, queue: str, envelope: Envelope) -> QueueFull:
-        return QueueFull(
-            "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
-            backend=self.name,
-            operation="publish",
-            queue=queue,
-            message_id=envelope.id,
-        )
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RabbitSubscription]:
         """Consume a queue, or a topic's group, which is declared by this."""

@@ -18,6 +18,7 @@ from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.errors import subscription_broke
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.ack_batcher import AckBatcher
 from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
@@ -140,13 +141,7 @@ class RabbitSubscription:
 
     def _lose(self, said: str, error: BaseException | None = None) -> None:
         if self._lost is None:
-            self._lost = SubscriptionLost(
-                f"the subscription broke: {said}",
-                backend=BACKEND,
-                operation="receive",
-                queue=self._spec.queue,
-                cause=error,
-            )
+            self._lost = subscription_broke(BACKEND, self._spec.queue, said, error)
             self._report()
         self._arrived.set()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from qkit.backends.common.errors import queue_full
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ReconnectingConnection
 from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
@@ -13,7 +14,7 @@ from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.queue_scripts import STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.backends.redis.scripts.script import Script
-from qkit.errors import PartialSend, QueueError, QueueFull, SendTimeout
+from qkit.errors import PartialSend, QueueError, SendTimeout
 from qkit.message import GROUP, Envelope, Sent
 
 __all__ = ["ListPublisher"]
@@ -99,7 +100,7 @@ class ListPublisher:
         for content in evicted:
             self._on_evicted(queue, content)
         return [
-            _full(queue, item)
+            queue_full(BACKEND, queue, item.id)
             if position == QUEUE_FULL
             else Sent(item.id, position if position >= 0 else None)
             for item, position in zip(envelopes, positions, strict=True)
@@ -135,14 +136,4 @@ def _is_plain(envelope: Envelope) -> bool:
         envelope.priority in (None, 5)
         and envelope.not_before is None
         and GROUP not in envelope.headers
-    )
-
-
-def _full(queue: str, envelope: Envelope) -> QueueFull:
-    return QueueFull(
-        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
-        backend=BACKEND,
-        operation="publish",
-        queue=queue,
-        message_id=envelope.id,
     )

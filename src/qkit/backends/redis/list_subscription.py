@@ -12,6 +12,7 @@ from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.common.call_batcher import Gathered
+from qkit.backends.common.errors import lease_lost, subscription_broke
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ReconnectingConnection, is_unknown_script
 from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
@@ -179,13 +180,7 @@ class ListSubscription:
         if isinstance(error, SubscriptionLost):
             return error
         said = error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
-        return SubscriptionLost(
-            f"the subscription broke: {said}",
-            backend=BACKEND,
-            operation="receive",
-            queue=self._keys.queue,
-            cause=error,
-        )
+        return subscription_broke(BACKEND, self._keys.queue, said, error)
 
     async def _take(self, answer: Reply, count: int) -> float:
         """Take over a claim, dead-letter what is dead; return how long to wait if nothing came."""
@@ -366,14 +361,7 @@ class ListSubscription:
 
     def _late(self, delivery: Delivery, token: str, operation: str) -> AckDeadlineExceeded:
         self._settled([token])
-        return AckDeadlineExceeded(
-            "the lease of this delivery is lost, the message may be with another consumer: "
-            "extend the lease while working, or raise ack_deadline",
-            backend=BACKEND,
-            operation=operation,
-            queue=delivery.queue,
-            message_id=delivery.envelope.id,
-        )
+        return lease_lost(BACKEND, operation, delivery)
 
     def _settled(self, tokens: list[str]) -> None:
         for token in tokens:
