@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
-from qkit.errors import QueueError
+from qkit.errors import MessageNotFound, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "UnheardReporting",
 ]
 
+T = TypeVar("T")
 
 Balance = Literal["round_robin", "least_busy", "random"]
 """Which of several waiting consumers gets a message: who waited longest, who holds least, any."""
@@ -174,6 +175,23 @@ class Delivery:
         self.queue = queue
         self.receipt = receipt
         self.lease = lease
+
+    def receipt_of(self, kind: type[T], backend: str, operation: str) -> T:
+        """Return the receipt; ``MessageNotFound`` if it is not of ``kind``: then it was settled."""
+        receipt = self.receipt
+        if not isinstance(receipt, kind):
+            raise self.settled_before(backend, operation)
+        return receipt
+
+    def settled_before(self, backend: str, operation: str) -> MessageNotFound:
+        """Return the error for settling this delivery a second time."""
+        return MessageNotFound(
+            "this delivery was settled before: settle each one once",
+            backend=backend,
+            operation=operation,
+            queue=self.queue,
+            message_id=self.envelope.id,
+        )
 
     def __repr__(self) -> str:
         return f"<Delivery {self.envelope.id} of {self.queue}, attempt {self.envelope.attempt}>"

@@ -26,7 +26,6 @@ from qkit.backends.kafka.retry_tiers import TIERS
 from qkit.backends.kafka.retry_topic import RetryTopicConsumer, retry_record
 from qkit.errors import (
     AckDeadlineExceeded,
-    MessageNotFound,
     QueueError,
     Unsupported,
 )
@@ -309,15 +308,9 @@ class KafkaSubscription:
         )
 
     def _message(self, delivery: Delivery, operation: str) -> FetchedMessage:
-        message = delivery.receipt
-        if not isinstance(message, FetchedMessage) or not message.held:
-            raise MessageNotFound(
-                "this delivery was settled before: settle each one once",
-                backend=BACKEND,
-                operation=operation,
-                queue=delivery.queue,
-                message_id=delivery.envelope.id,
-            )
+        message = delivery.receipt_of(FetchedMessage, BACKEND, operation)
+        if not message.held:
+            raise delivery.settled_before(BACKEND, operation)
         if message.tracker.lost:
             raise AckDeadlineExceeded(
                 "the partition of this message went to another consumer, which handles it again: "

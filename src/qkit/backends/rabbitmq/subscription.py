@@ -24,7 +24,7 @@ from qkit.backends.rabbitmq.ack_batcher import AckBatcher
 from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
 from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.errors import BACKEND, DRIVER_ERRORS, to_queue_error
-from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
+from qkit.errors import QueueError, SubscriptionLost, Unsupported
 from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
 
 __all__ = ["RabbitSubscription", "ReceivedMessage"]
@@ -362,15 +362,9 @@ class RabbitSubscription:
         )
 
     def _received(self, delivery: Delivery, operation: str) -> ReceivedMessage:
-        received = delivery.receipt
-        if not isinstance(received, ReceivedMessage) or received not in self._held:
-            raise MessageNotFound(
-                "this delivery was settled before: settle each one once",
-                backend=BACKEND,
-                operation=operation,
-                queue=delivery.queue,
-                message_id=delivery.envelope.id,
-            )
+        received = delivery.receipt_of(ReceivedMessage, BACKEND, operation)
+        if received not in self._held:
+            raise delivery.settled_before(BACKEND, operation)
         if self._lost is not None:
             raise self._lost
         return received

@@ -50,7 +50,7 @@ class AtMostOnceSubscription(ListSubscription):
         )
 
     def _forget(self, delivery: Delivery, operation: str) -> None:
-        token = self._token(delivery, operation)
+        token = delivery.receipt_of(str, BACKEND, operation)
         delivery.receipt = None
         self._settled([token])
 

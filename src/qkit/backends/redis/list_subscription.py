@@ -21,7 +21,7 @@ from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.lease_renewal import RedisLeaseRenewal
 from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
-from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
+from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
 from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
 
 __all__ = ["ListSubscription"]
@@ -295,11 +295,13 @@ class ListSubscription:
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message. All acks of a turn of the loop go together."""
-        await self._settle("ack", delivery, self._acks.add(self._token(delivery, "ack")))
+        await self._settle(
+            "ack", delivery, self._acks.add(delivery.receipt_of(str, BACKEND, "ack"))
+        )
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
-        tokens = [self._token(delivery, "ack") for delivery in deliveries]
+        tokens = [delivery.receipt_of(str, BACKEND, "ack") for delivery in deliveries]
         done: list[int] = []
         for at in range(0, len(tokens), MAX_CLAIM):
             done += await self._ack_all(*tokens[at : at + MAX_CLAIM])
@@ -317,7 +319,7 @@ class ListSubscription:
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
         """Give the message back with the envelope's headers, after ``delay`` seconds."""
-        token = self._token(delivery, "release")
+        token = delivery.receipt_of(str, BACKEND, "release")
         envelope = delivery.envelope
         content = codec.encode(envelope, envelope.attempt - (not count_attempt), scheduled=False)
         await self._settle("release", delivery, self._release(token, delay, content))
@@ -335,7 +337,7 @@ class ListSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        token = self._token(delivery, "extend")
+        token = delivery.receipt_of(str, BACKEND, "extend")
         if not await self._extensions.add(token, _ms(seconds)):
             raise self._late(delivery, token, "extend")
         if token in self.held:
@@ -347,17 +349,6 @@ class ListSubscription:
             raise self._late(delivery, token, operation)
         delivery.receipt = None
         self._settled([token])
-
-    def _token(self, delivery: Delivery, operation: str) -> str:
-        if not isinstance(delivery.receipt, str):
-            raise MessageNotFound(
-                "this delivery was settled before: settle each one once",
-                backend=BACKEND,
-                operation=operation,
-                queue=delivery.queue,
-                message_id=delivery.envelope.id,
-            )
-        return delivery.receipt
 
     def _late(self, delivery: Delivery, token: str, operation: str) -> AckDeadlineExceeded:
         self._settled([token])

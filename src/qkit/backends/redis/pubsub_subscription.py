@@ -21,7 +21,7 @@ from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ConnectionParameters
 from qkit.backends.redis.driver import PipelinedConnection, Reply
 from qkit.backends.redis.errors import BACKEND, to_queue_error
-from qkit.errors import MessageNotFound, SubscriptionLost, Unsupported
+from qkit.errors import SubscriptionLost, Unsupported
 from qkit.message import GROUP, Envelope
 
 __all__ = ["PubSubSubscription"]
@@ -214,13 +214,7 @@ class PubSubSubscription:
 
     def _settle(self, delivery: Delivery, operation: str) -> None:
         if delivery.receipt is not self:
-            raise MessageNotFound(
-                "this delivery was settled before: settle each one once",
-                backend=BACKEND,
-                operation=operation,
-                queue=delivery.queue,
-                message_id=delivery.envelope.id,
-            )
+            raise delivery.settled_before(BACKEND, operation)
         delivery.receipt = None
 
     # The end
