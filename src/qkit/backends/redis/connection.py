@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,11 +10,10 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from qkit._internal.tasks import cancel_and_wait
+from qkit.backends.common.reopened import Reopened
 from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
 from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.scripts.script import Script
-from qkit.errors import BackendUnavailable
 from qkit.settings.model import Settings
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
@@ -102,60 +100,33 @@ class ReconnectingConnection:
 
     def __init__(self, parameters: ConnectionParameters) -> None:
         self.parameters = parameters
-        self._open = False
-        self._connection: PipelinedConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        self._shared = Reopened(
+            parameters.open_connection,
+            lambda connection: connection.lost is not None,
+            PipelinedConnection.aclose,
+            backend=BACKEND,
+        )
         self._waiters: list[PipelinedConnection] = []  # connections for WAIT that nobody uses now
 
     def connect(self) -> None:
         """Allow calls; the first one connects."""
-        self._open = True
+        self._shared.open()
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
-        self._open = False
-        connecting, self._connecting = self._connecting, None
-        if connecting is not None:
-            await cancel_and_wait([connecting])
-        connections, self._waiters = [*self._waiters], []
-        if self._connection is not None:
-            connections.append(self._connection)
-        self._connection = None
+        waiters, self._waiters = self._waiters, []
         with translate_errors("close"):
-            for connection in connections:
+            await self._shared.aclose()
+            for connection in waiters:
                 await connection.aclose()
 
     async def current(self) -> PipelinedConnection:
-        """The connection that all share."""
-        while self._connection is None or self._connection.lost is not None:
-            if not self._open:
-                raise BackendUnavailable(
-                    "not connected: start the backend first", backend=BACKEND, operation="connect"
-                )
-            if self._connecting is None:
-                self._connecting = asyncio.create_task(self._connect(), name="qkit redis connect")
-                self._connecting.add_done_callback(_heard)
-            connecting = self._connecting
-            # One that gives up must not take the others' connection along.
-            await asyncio.wait({connecting})
-            if connecting.cancelled():
-                raise BackendUnavailable(
-                    "the connection was closed while it was opened",
-                    backend=BACKEND,
-                    operation="connect",
-                )
-            connecting.result()
-        return self._connection
-
-    async def _connect(self) -> None:
-        try:
-            self._connection = await self.parameters.open_connection()
-        finally:
-            self._connecting = None
+        """Return the connection that all share; open it if need be."""
+        return await self._shared.get()
 
     async def command(self, *arguments: CommandArgument) -> Reply:
         """One command."""
-        connection = self._connection
+        connection = self._shared.value
         if connection is None or connection.lost is not None:
             connection = await self.current()
         return await connection.call(*arguments)
@@ -170,7 +141,7 @@ class ReconnectingConnection:
 
     async def run(self, script: Script, keys: Sequence[str], *arguments: CommandArgument) -> Reply:
         """Run a script; send its source if the server does not know it."""
-        connection = self._connection
+        connection = self._shared.value
         if connection is None or connection.lost is not None:
             connection = await self.current()
         try:
@@ -209,7 +180,7 @@ class ReconnectingConnection:
         except BaseException:
             await connection.aclose()
             raise
-        if self._open and connection.lost is None:
+        if self._shared.is_open and connection.lost is None:
             self._waiters.append(connection)
         else:
             await connection.aclose()
@@ -222,9 +193,3 @@ class ReconnectingConnection:
 def is_unknown_script(error: Exception) -> bool:
     """Whether the server does not know the script."""
     return str(error).startswith(NOSCRIPT)
-
-
-def _heard(task: asyncio.Task[None]) -> None:
-    """Everybody who waited for it may have given up, and then nobody asks how it ended."""
-    if not task.cancelled():
-        task.exception()
