@@ -45,7 +45,7 @@ async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told
     await service.start()
     await service.send_many(name, ["running", "waiting"])
     await started.wait()
-    connections = [backend._sending._connection, backend._consuming._connection]
+    connections = [backend._sending._shared.value, backend._consuming._shared.value]
     channels = [
         channel
         for connection in connections

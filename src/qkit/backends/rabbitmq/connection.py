@@ -18,6 +18,7 @@ import aiormq
 from aiormq import Channel
 from yarl import URL
 
+from qkit.backends.common.reopened import Reopened
 from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import FRAME
 from qkit.backends.rabbitmq.driver import (
@@ -28,7 +29,6 @@ from qkit.backends.rabbitmq.driver import (
 )
 from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
 from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
-from qkit.errors import BackendUnavailable
 
 __all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
@@ -101,10 +101,13 @@ class ReconnectingConnection:
     def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:
         self.parameters = parameters
         self._purpose = purpose
-        self._open = False
-        self._connection: aiormq.Connection | None = None
+        self._shared = Reopened(
+            self._open_connection,
+            lambda connection: not connection.is_opened,
+            self._close_connection,
+            backend=BACKEND,
+        )
         self._transport: AbortableTransport | None = None
-        self._connecting = asyncio.Lock()
         self._control: Channel | None = None
         self._controlling = asyncio.Lock()
         self._probe: asyncio.Task[None] | None = None
@@ -112,42 +115,39 @@ class ReconnectingConnection:
     async def connect(self) -> aiormq.Connection:
         """The connection, opened if need be; once for all who ask at the same time."""
         self.enable()
-        return await self._connected()
+        return await self._shared.get()
 
     def enable(self) -> None:
         """Allow callers to connect."""
-        self._open = True
+        self._shared.open()
 
-    async def _connected(self) -> aiormq.Connection:
-        connection = self._connection
-        if connection is not None and connection.is_opened:
-            return connection
-        async with self._connecting:
-            if not self._open:
-                raise BackendUnavailable(
-                    "not connected: start the backend first", backend=BACKEND, operation="connect"
-                )
-            if self._connection is None or not self._connection.is_opened:
-                self._abort()
-                transport = AbortableTransport(secure=self.parameters.secure)
-                connection = self.parameters.connection(self._purpose, transport)
-                try:
-                    async with asyncio.timeout(self.parameters.ping_timeout):
-                        await open_connection(connection)
-                except BaseException:
-                    transport.abort()
-                    raise
-                self._connection, self._transport = connection, transport
-            return self._connection
+    async def _open_connection(self) -> aiormq.Connection:
+        self._abort()
+        transport = AbortableTransport(secure=self.parameters.secure)
+        connection = self.parameters.connection(self._purpose, transport)
+        try:
+            async with asyncio.timeout(self.parameters.ping_timeout):
+                await open_connection(connection)
+        except BaseException:
+            transport.abort()
+            raise
+        self._transport = transport
+        return connection
+
+    async def _close_connection(self, connection: aiormq.Connection) -> None:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await connection.close()
+        self._abort()
 
     @property
     def frame(self) -> int:
         """The largest frame in bytes that the broker takes, as far as it is known yet."""
-        return max_frame_bytes(self._connection) or FRAME
+        return max_frame_bytes(self._shared.value) or FRAME
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """A new channel; whoever opens it closes it."""
-        connection = await self._connected()
+        connection = await self._shared.get()
         async with asyncio.timeout(self.parameters.timeout):
             channel = await connection.channel(publisher_confirms=confirms)
         assert isinstance(channel, Channel)  # the driver promises less
@@ -191,7 +191,8 @@ class ReconnectingConnection:
 
     def ping_soon(self) -> None:
         """The same for a connection that nobody waits for, if there is one."""
-        if self._connection is not None and self._connection.is_opened:
+        connection = self._shared.value
+        if connection is not None and connection.is_opened:
             self._probing()
 
     def _probing(self) -> asyncio.Task[None]:
@@ -214,7 +215,8 @@ class ReconnectingConnection:
             finally:
                 answer.cancel()
                 answer.add_done_callback(_retrieve)
-            if self._connection is None or not is_blocked(self._connection):
+            connection = self._shared.value
+            if connection is None or not is_blocked(connection):
                 self._abort()
             raise TimeoutError("no answer")
 
@@ -229,16 +231,10 @@ class ReconnectingConnection:
 
     async def aclose(self) -> None:
         """Close the connection with all its channels; idempotent."""
-        self._open = False
         if self._probe is not None:
             self._probe.cancel()
-        connection, self._connection, self._control = self._connection, None, None
-        if connection is None:
-            return
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
-                await connection.close()
-        self._abort()
+        self._control = None
+        await self._shared.aclose()
 
 
 async def close(channel: Channel) -> None:
