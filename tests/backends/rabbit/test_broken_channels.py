@@ -186,7 +186,7 @@ async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection
         await backend.start()
         await declare(backend, name)
         await backend.publish(name, [Envelope("first", b"x")])
-        current = backend._publisher._current
+        current = backend._publisher._shared.value
         assert current is not None
         queue = current.channel.write_queue
         beat = ChannelFrame.marshall(0, [Heartbeat()])

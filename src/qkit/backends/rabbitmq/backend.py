@@ -125,6 +125,7 @@ class RabbitMQBackend(RabbitMQAdmin):
         with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
+            self._publisher.enable()
         version = str(connection.server_properties.get("version", ""))
         if _version(version) < MIN_VERSION:
             await self.aclose()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from aiormq import Channel, exceptions
 
+from qkit.backends.common.reopened import Reopened
 from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
 from qkit.backends.rabbitmq.driver import (
     BACKPRESSURE_BYTES,
@@ -35,36 +36,37 @@ class Publisher:
 
     def __init__(self, connection: ReconnectingConnection) -> None:
         self._connection = connection
-        self._current: _PublishChannel | None = None
-        self._opening = asyncio.Lock()
+        self._shared = Reopened(
+            self._open_channel,
+            lambda current: current.channel.is_closed,
+            lambda current: close(current.channel),
+            backend=BACKEND,
+        )
         self._closing: set[asyncio.Task[None]] = set()
+
+    def enable(self) -> None:
+        """Allow callers to publish."""
+        self._shared.open()
 
     async def publish(self, messages: Sequence[OutgoingMessage]) -> list[QueueError | None]:
         """Each message's error, or ``None`` once the broker has confirmed it."""
-        current = self._current
+        current = self._shared.value
         if current is None or current.channel.is_closed:
             with translate_errors("publish", messages[0].queue):
-                current = await self._open()
+                current = await self._shared.get()
         current.users += 1
         try:
             return await current.publish(messages)
         except asyncio.CancelledError:
-            if self._current is current:
-                self._current = None
+            self._shared.forget(current)
             raise
         finally:
             current.users -= 1
-            if current is not self._current and not current.users:
+            if current is not self._shared.value and not current.users:
                 self._close_soon(current)
 
-    async def _open(self) -> _PublishChannel:
-        async with self._opening:
-            current = self._current
-            if current is None or current.channel.is_closed:
-                current = self._current = _PublishChannel(
-                    await self._connection.channel(confirms=True)
-                )
-            return current
+    async def _open_channel(self) -> _PublishChannel:
+        return _PublishChannel(await self._connection.channel(confirms=True))
 
     def _close_soon(self, current: _PublishChannel) -> None:
         task = asyncio.create_task(close(current.channel), name="qkit rabbitmq close")
@@ -73,9 +75,7 @@ class Publisher:
 
     async def aclose(self) -> None:
         """Close the channel once it has nothing more to do."""
-        current, self._current = self._current, None
-        if current is not None:
-            await close(current.channel)
+        await self._shared.aclose()
         while self._closing:
             await asyncio.wait(self._closing)
 
