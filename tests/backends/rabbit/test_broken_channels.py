@@ -10,7 +10,7 @@ from aiormq.abc import ChannelFrame
 from pamqp.heartbeat import Heartbeat
 from yarl import URL
 
-from qkit import QueueService, Settings, consume
+from qkit import QueueService, Sent, Settings, consume
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
 from qkit.errors import (
@@ -209,5 +209,30 @@ async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection
             outcomes = await asyncio.gather(*sends, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes] == [BackendUnavailable] * 3
         await backend.publish(name, [Envelope("last", b"x")])
+        await backend.delete(name)
+        await backend.aclose()
+
+
+async def test_a_sender_that_is_cancelled_while_connecting_does_not_delay_the_others(
+    rabbitmq_url: str, name: str
+) -> None:
+    with Proxy(URL(rabbitmq_url).port or 0) as proxy:
+        backend = RabbitMQBackend(str(URL(rabbitmq_url).with_port(proxy.port)))
+        await backend.start()
+        await declare(backend, name)
+        before = len(proxy.connections)
+        proxy.black_hole()
+        first, second = (
+            asyncio.ensure_future(backend.publish(name, [Envelope(id, b"x")]))
+            for id in ("first", "second")
+        )
+        await eventually(lambda: len(proxy.connections) > before)
+        first.cancel()
+        await asyncio.wait([first])
+        proxy.heal()
+        (sent,) = await second
+        assert isinstance(sent, Sent)
+        assert first.cancelled()
+        assert len(proxy.connections) == before + 1
         await backend.delete(name)
         await backend.aclose()
