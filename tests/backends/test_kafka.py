@@ -18,11 +18,12 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from aiokafka.admin.config_resource import ConfigResource, ConfigResourceType
 from pydantic import BaseModel
 
-from qkit import ConfigError, Message, QueueService, Settings, consume
+from qkit import ConfigError, Message, QueueService, Sent, Settings, consume
 from qkit._internal.clock import SystemClock
 from qkit._internal.ids import new_id
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
+from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.driver import partition_of
 from qkit.backends.kafka.errors import DRIVER_ERRORS, to_queue_error, translate_errors
@@ -632,13 +633,42 @@ async def test_a_queue_that_is_deleted_and_made_again_begins_anew(
         assert [delivery.envelope.id for delivery in found] == [f"new {n}" for n in range(5)]
 
 
+async def test_a_sender_that_is_cancelled_while_connecting_does_not_delay_the_others(
+    backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    proceed = asyncio.Event()
+
+    class Held(driver.Producer):  # type: ignore[misc]  # the driver has no types
+        async def start(self) -> None:
+            made.append(self)
+            await proceed.wait()
+            await super().start()
+
+    monkeypatch.setattr(driver, "Producer", Held)
+    await backend.declare(QueueSpec(name=name))
+    first, second = (
+        asyncio.ensure_future(backend.publish(name, [Envelope(new_id(), b"x")])) for _ in range(2)
+    )
+    await eventually(lambda: bool(made))
+    first.cancel()
+    await asyncio.wait([first])
+    proceed.set()
+    (sent,) = await second
+    assert isinstance(sent, Sent)
+    assert first.cancelled()
+    assert len(made) == 1
+    await backend.delete(name)
+
+
 async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time(
     backend: KafkaBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope(new_id(), b"x", key="k")])
     publisher = backend._publisher
-    producer = publisher._producer
+    producer = publisher._shared.value
+    assert producer is not None
     await eventually(lambda: publisher._watching is None)
     monkeypatch.setattr(producer.client.cluster, "leader_for_partition", lambda _: None)
     monkeypatch.setattr(publisher._parameters, "timeout", 1.0)
@@ -647,7 +677,7 @@ async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time
     await eventually(lambda: bool(publisher._in_flight[producer]))  # the first, before the second
     publishing.cancel()
     await asyncio.wait([publishing])
-    await eventually(lambda: publisher._producer is not producer)
+    await eventually(lambda: publisher._shared.value is not producer)
     await backend.delete(name)
 
 
@@ -677,7 +707,7 @@ async def test_a_shutdown_commits_leaves_and_disconnects(
     assert (stats.depth + (stats.scheduled or 0), stats.consumers) == (300 - len(handled), 0)
     inner = service._backend
     assert isinstance(inner, KafkaBackend)
-    assert inner._publisher._producer is None
+    assert inner._publisher._shared.value is None
     assert inner._reader._consumer is None
     left = {task.get_name() for task in asyncio.all_tasks() - before if not task.done()}
     assert not {task for task in left if "kafka" in task}

@@ -168,7 +168,7 @@ async def test_a_sender_that_goes_away_leaves_no_batch_behind_that_is_tried_for_
         sending.cancel()
         await asyncio.wait({sending})
         assert sending.cancelled()
-        await eventually(lambda: backend._publisher._producer is None, within=20)
+        await eventually(lambda: backend._publisher._shared.value is None, within=20)
         proxy.heal(forget=True)
         await asyncio.sleep(1.0)
         found: list[str] = []

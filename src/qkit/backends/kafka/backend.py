@@ -112,6 +112,7 @@ class KafkaBackend:
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``."""
         await self._cluster.connect()
+        self._publisher.enable()
 
     async def declare(self, spec: QueueSpec) -> None:
         """Make sure the topic exists; one that exists stays as it is.

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
+from qkit.backends.common.reopened import Reopened
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.cluster import Cluster, not_found
 from qkit.backends.kafka.connection import ConnectionParameters
@@ -92,11 +93,19 @@ class Publisher:
     def __init__(self, parameters: ConnectionParameters, cluster: Cluster) -> None:
         self._parameters = parameters
         self._cluster = cluster
-        self._producer: Any = None
-        self._making = asyncio.Lock()
+        self._shared = Reopened[Any](  # the producer; it is lost once it was retired
+            self._make,
+            lambda producer: producer not in self._in_flight,
+            self._close,
+            backend=BACKEND,
+        )
         self._in_flight: dict[Any, dict[asyncio.Future[Any], _InFlightBatch]] = {}  # by producer
         self._watching: asyncio.Task[None] | None = None
         self._sticky: dict[str, tuple[int, int]] = {}  # partition and bytes sent to it
+
+    def enable(self) -> None:
+        """Allow callers to send."""
+        self._shared.open()
 
     async def send(
         self, topic: str, records: Sequence[OutgoingRecord], operation: str = "publish"
@@ -111,10 +120,10 @@ class Publisher:
         partitions = await self._cluster.partitions(topic, operation)
         results: list[RecordMetadata | QueueError] = [_NOT_CONFIRMED] * len(records)
         batches: list[_Batch] = []
-        producer = self._producer
+        producer = self._shared.value
         try:
             if producer is None:
-                producer = await self._make()
+                producer = await self._shared.get()
             await self._hand_over(producer, topic, partitions, records, batches)
             for batch in batches:
                 outcome = await _outcome(batch, operation, topic)
@@ -221,27 +230,30 @@ class Publisher:
     # The producer
 
     async def _make(self) -> Any:
-        async with self._making:
-            if self._producer is None:
-                producer = driver.create_nothing(
-                    driver.Producer(
-                        enable_idempotence=True,
-                        acks="all",
-                        linger_ms=0,
-                        max_batch_size=BATCH_BYTES,
-                        max_request_size=1 << 30,  # the codec and the topic have their limits
-                        **self._parameters.options(),
-                    )
-                )
-                try:
-                    async with asyncio.timeout(self._parameters.timeout):
-                        await producer.start()
-                except BaseException:
-                    await driver.close_producer(producer, flush=0.0)
-                    raise
-                self._in_flight[producer] = {}
-                self._producer = producer
-            return self._producer
+        producer = driver.create_nothing(
+            driver.Producer(
+                enable_idempotence=True,
+                acks="all",
+                linger_ms=0,
+                max_batch_size=BATCH_BYTES,
+                max_request_size=1 << 30,  # the codec and the topic have their limits
+                **self._parameters.options(),
+            )
+        )
+        try:
+            async with asyncio.timeout(self._parameters.timeout):
+                await producer.start()
+        except BaseException:
+            await driver.close_producer(producer, flush=0.0)
+            raise
+        self._in_flight[producer] = {}
+        return producer
+
+    async def _close(self, producer: Any) -> None:
+        self._in_flight.pop(producer, None)
+        await driver.close_producer(
+            producer, flush=min(driver.CLOSE_TIMEOUT_SECONDS, self._parameters.timeout)
+        )
 
     async def _retire(
         self,
@@ -254,8 +266,7 @@ class Publisher:
 
         With ``spare`` only those are given up at once; the others have a moment to be confirmed.
         """
-        if self._producer is producer:
-            self._producer = None
+        self._shared.forget(producer)
         in_flight = self._in_flight.pop(producer, None)
         if in_flight is None:
             return  # somebody else does it
@@ -272,13 +283,7 @@ class Publisher:
 
     async def aclose(self) -> None:
         """Wait for what is on its way, and disconnect."""
-        async with self._making:
-            producer, self._producer = self._producer, None
-        if producer is not None:
-            self._in_flight.pop(producer, None)
-            await driver.close_producer(
-                producer, flush=min(driver.CLOSE_TIMEOUT_SECONDS, self._parameters.timeout)
-            )
+        await self._shared.aclose()
         if self._watching is not None:
             await cancel_and_wait([self._watching])
 
