@@ -13,6 +13,7 @@ from qkit.testing import VirtualClock
 from tests.support.brokers import broker_url
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.requirements import SkippedProofs
+from tests.support.scheduling import scope_of, start_order
 
 collect_ignore = ["typing/proofs.py"]  # for type checkers; most of it would fail if it ran
 
@@ -73,16 +74,19 @@ async def clock() -> AsyncIterator[VirtualClock]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
-    """Side by side, but all trials of reliability in one process: their servers start once."""
+    """Run the longest scopes first, and split those whose tests need no common order."""
     if config.getvalue("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]  # it has none
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # so it is anything
         def _split_scope(self, nodeid: str) -> str:
-            package = "tests/reliability"
-            own: str = super()._split_scope(nodeid)
-            return package if nodeid.startswith(package) else own
+            return scope_of(nodeid, super()._split_scope(nodeid))
+
+        def _assign_work_unit(self, node: object) -> None:
+            longest = min(self.workqueue, key=start_order)  # the first of equals: most tests
+            self.workqueue.move_to_end(longest, last=False)
+            super()._assign_work_unit(node)
 
     return Scheduling(config, log)
 
