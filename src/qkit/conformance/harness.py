@@ -11,8 +11,8 @@ import inspect
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import ClassVar, TypeVar, cast
 
 import pytest
@@ -32,7 +32,7 @@ from qkit.message import DeadLetter, Envelope, new_id
 from qkit.service import QueueService
 from qkit.testing.clock import VirtualClock
 
-__all__ = ["Harness", "NewBackend", "Serve", "requires"]
+__all__ = ["Harness", "NewBackend", "Serve", "case", "requires"]
 
 F = TypeVar("F", bound=Callable[..., object])
 NewBackend = Callable[[], Backend]
@@ -54,6 +54,16 @@ def requires(*features: str) -> Callable[[F], F]:
         return function
 
     return mark
+
+
+@contextmanager
+def case(name: str) -> Generator[None, None, None]:
+    """Name one of several values that a scenario checks: a failure inside says which it was."""
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as error:
+        error.add_note(f"in the case {name!r}")
+        raise
 
 
 class Harness:
