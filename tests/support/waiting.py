@@ -11,7 +11,7 @@ __all__ = ["eventually"]
 
 
 async def eventually(
-    condition: Callable[[], object] | Callable[[], Awaitable[object]], within: float = 30.0
+    condition: Callable[[], object] | Callable[[], Awaitable[object]], within: float = 60.0
 ) -> float:
     """Wait until ``condition`` holds, and say how long it took; fail after ``within`` seconds."""
     began = time.monotonic()

@@ -52,7 +52,7 @@ class Worker:
         """How many seconds it took; far more than expected only bounds a test that fails."""
         began = time.monotonic()
         while not condition():
-            assert time.monotonic() - began < 30, "it never happened"
+            assert time.monotonic() - began < 60, "it never happened"
             assert self.process.poll() is None, "the worker ended"
             time.sleep(0.05)
         return time.monotonic() - began
@@ -187,7 +187,7 @@ def test_a_blocked_loop_is_neither_alive_nor_ready_and_then_both_again() -> None
         assert one.line() == "blocked"
         one.until(lambda: one.probe("livez") == 200 and one.probe("readyz") == 200)
         one.process.send_signal(signal.SIGTERM)
-        _, errors = one.process.communicate(timeout=30)
+        _, errors = one.process.communicate(timeout=60)
         assert one.process.returncode == 0, errors
 
 
@@ -201,7 +201,7 @@ def test_on_sigterm_it_is_unready_while_it_still_drains() -> None:
         assert one.probe("livez") == 200
         assert httpx.get(f"{one.address}readyz").json()["reason"] == "shutting down"
         assert [one.line() for _ in range(3)] == ["napped", "ran", "ended"]
-        assert one.process.wait(20) == 0
+        assert one.process.wait(60) == 0
 
 
 async def test_it_is_unready_before_the_last_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +266,6 @@ async def test_an_open_page_does_not_hold_up_the_end() -> None:
                 lines = stream.aiter_lines()
                 assert await anext(lines) == "retry: 1000"
                 await service.shutdown()
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     rest = [line async for line in lines]
         assert any('"stopping":true' in line for line in rest)
