@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ BROKER_FIXTURES = frozenset(
         *("redis_url", "rabbitmq_url", "kafka_url"),
         *("private_redis", "private_rabbitmq", "private_kafka"),
     }
+)
+OTHER_BROKERS = frozenset(
+    {
+        *("TestKafka", "TestRabbitMQClassic", "TestRabbitMQQuorum"),
+        *("TestRedisListUnreliable", "TestRedisPubSub"),
+    }
+)
+POLICY = (  # scenarios that wait ten seconds and more
+    "test_a_dead_letter_that_cannot_be_written_for_ten_seconds_is_unhealthy",
+    "test_acks_that_fail_for_ten_seconds_are_unhealthy_until_one_succeeds",
 )
 
 
@@ -101,6 +112,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SkippedProofs(), "qkit-skipped-proofs")
 
 
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what the collection made: it stays until the end."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What a test asks for it is a test of, also when its author forgot to say so."""
@@ -109,3 +126,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.broker)
         if item.path.is_relative_to(SPARK):
             item.add_marker(pytest.mark.spark)
+        if repeats_policy(item):
+            item.add_marker(pytest.mark.full)
+
+
+def repeats_policy(item: pytest.Item) -> bool:
+    """Whether a scenario about a service's own decisions runs on one broker more than needed.
+
+    They run on the native engine and on Redis lists in the ordinary suite.
+    """
+    if not isinstance(item, pytest.Function) or item.cls is None:
+        return False
+    group, _, scenario = item.function.__qualname__.partition(".")
+    policy = group == "SendFaults" or scenario.endswith(POLICY)
+    return policy and item.cls.__name__ in OTHER_BROKERS

@@ -18,7 +18,7 @@ from tests.support.requirements import ROOT, mapped_tests, requirements
 FIELDS = {"id", "seed", "section", "text", "tests", "planned"}
 LATER = {"native engine, complete", "brokers", "Spark", "command line and web"}
 # Expected to fail, or left out by the default `-m`: as little proof as a skip.
-NO_PROOF = {"skip", "skipif", "xfail", "torture"}
+NO_PROOF = {"skip", "skipif", "xfail", "torture", "full"}
 
 
 def test_every_entry_is_whole() -> None:
