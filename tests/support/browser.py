@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import subprocess
-import tempfile
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 
 import pytest
 from playwright.async_api import Page, async_playwright
@@ -27,36 +22,6 @@ def program() -> str:
         if brokers_required():
             pytest.fail(f"no Chromium: {missing}", pytrace=False)
         pytest.skip(f"no Chromium: {missing}")
-
-
-@cache
-def running_browser() -> str:
-    """The address of a Chromium that ends with this process."""
-    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium refuses root otherwise
-    profile = tempfile.TemporaryDirectory(prefix="qkit-chromium-", ignore_cleanup_errors=True)
-    browser = subprocess.Popen(
-        [
-            program(),
-            *("--headless", "--remote-debugging-port=0", f"--user-data-dir={profile.name}"),
-            *("--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio"),
-            *sandbox,
-        ],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-    def end() -> None:
-        browser.kill()
-        browser.wait()
-        profile.cleanup()
-
-    atexit.register(end)
-    assert browser.stderr is not None
-    for line in browser.stderr:
-        if "DevTools listening on " in line:
-            threading.Thread(target=browser.stderr.read, daemon=True).start()  # or it would block
-            return line.split()[-1]
-    raise RuntimeError("Chromium ended before it could be reached")
 
 
 class Watched:
@@ -78,17 +43,18 @@ class Watched:
 async def open_page(
     address: str, *, dark: bool = False, width: int = 1200, height: int = 800
 ) -> AsyncIterator[Watched]:
-    """A page with storage and cookies of its own; all share one browser, which starts slowly."""
+    """A page in a browser of its own."""
+    sandbox = [] if os.geteuid() else ["--no-sandbox"]  # Chromium refuses root otherwise
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.connect_over_cdp(running_browser())
-        context = await browser.new_context(
-            color_scheme="dark" if dark else "light",
-            viewport={"width": width, "height": height},
-            reduced_motion="reduce",
-        )
+        browser = await playwright.chromium.launch(executable_path=program(), args=sandbox)
         try:
+            context = await browser.new_context(
+                color_scheme="dark" if dark else "light",
+                viewport={"width": width, "height": height},
+                reduced_motion="reduce",
+            )
             watched = Watched(await context.new_page())
             await watched.page.goto(address)
             yield watched
         finally:
-            await context.close()
+            await browser.close()
