@@ -22,12 +22,25 @@ SHARDED: Final = (
     "tests/conformance/test_redis_pubsub.py",
 )
 
-# Longest first, as measured with `--durations`; all other groups follow by number of tests.
+# These mostly start drivers in processes of their own; the other tests of Spark share a session.
+SPARK: Final = "tests/spark/"
+SPARK_DRIVERS: Final = ("tests/spark/test_jobs.py", "tests/spark/test_streaming.py")
+
+# Longest first, as measured; all other groups follow by number of tests.
 LONGEST: Final = (
-    "tests/spark",
-    "tests/reliability",
-    "tests/conformance/test_planted_faults.py",
-    "tests/conformance",
+    "tests/spark/",
+    "tests/reliability/#kafka",
+    "tests/reliability/#rabbitmq",
+    "tests/web/test_dashboard.py",
+    "tests/reliability/",
+    "tests/conformance/test_kafka.py",
+    "tests/conformance/test_rabbitmq.py",
+    "tests/upgrade/",
+    "tests/backends/",
+    "tests/cli/",
+    "tests/brokers/",
+    "tests/conformance/",
+    "tests/native/",
 )
 
 
@@ -42,6 +55,8 @@ def scope_of(nodeid: str, scope: str) -> str:
     if nodeid.startswith(RELIABILITY):
         server = nodeid.partition("[")[2].rstrip("]").partition("-")[0]
         return f"{RELIABILITY}#{server}"
+    if nodeid.startswith(SPARK) and not nodeid.startswith(SPARK_DRIVERS):
+        return f"{SPARK}#session"
     if nodeid.startswith(SHARDED):
         return f"{scope}#{crc32(nodeid.encode()) % SHARDS}"
     return scope
