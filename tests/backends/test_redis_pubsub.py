@@ -72,7 +72,7 @@ def spec(name: str, **options: Any) -> SubscriptionSpec:
 
 async def take(subscription: Any, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found
@@ -116,7 +116,7 @@ async def test_a_person_can_read_what_qkit_publishes(redis_url: str, raw: Any, n
     async with raw.pubsub() as listener, service_on(redis_url) as service:
         await listener.subscribe(name)
         sent = await service.send(name, {"id": 1}, headers={"tenant": "acme"}, key="k")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             heard = [message async for message in _messages(listener, 1)]
     head, headers, body = heard[0].decode().split("\n")
     assert head == f"qk1 {sent.message_id} - 0 0 0 =k"
@@ -409,7 +409,7 @@ async def test_an_outage_of_the_server_is_outlived(private_redis: PrivateBroker,
     async def handle(body: int) -> None:
         got.append(body)
 
-    async with service_on(private_redis.url, handle, send_timeout=2.0) as service:
+    async with service_on(private_redis.url, handle, send_timeout=10.0) as service:
         await service.send(name, 1)
         await eventually(lambda: got == [1])
         with private_redis.killed():

@@ -211,7 +211,7 @@ async def test_a_send_waits_for_its_replica_and_says_when_none_confirms(name: st
             assert [item.id for item in await backend.peek(name, 10)] == ["a", "b"]
             slow = asyncio.ensure_future(backend.publish(name, [Envelope("c", b"x")]))
             await asyncio.sleep(0.1)
-            await asyncio.wait_for(backend.ping(), 0.5)  # nothing else waits for the replica
+            await asyncio.wait_for(backend.ping(), 1.5)  # nothing else waits for the replica
             with pytest.raises(SendTimeout):
                 await slow
         await eventually(lambda: _sends(backend, name))

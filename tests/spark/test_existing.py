@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -425,7 +424,5 @@ async def test_the_engine_that_imports_for_a_reader_lets_the_directory_go(
     await asyncio.to_thread(publish, native, 1)
     source = NativeLog(plan_of(native))
     await asyncio.to_thread(source.initial)
-    began = time.monotonic()
-    async with await Engine.open(native["path"]) as engine:
+    async with asyncio.timeout(60), await Engine.open(native["path"]) as engine:
         assert [item.body for item in await engine.peek("orders", 10)] == [b"1"]
-    assert time.monotonic() - began < 10

@@ -44,7 +44,7 @@ from tests.spark.conftest import ROOT
 def subscriber(url: str, channel: str) -> Iterator[None]:
     with redis.from_url(url) as client, client.pubsub() as listening:
         listening.subscribe(channel)
-        assert listening.get_message(timeout=10) is not None
+        assert listening.get_message(timeout=60) is not None
         yield
 
 

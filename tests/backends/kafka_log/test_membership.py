@@ -63,7 +63,7 @@ async def test_members_of_a_new_group_that_join_together_all_begin_at_the_end(
     async with backend.subscribe(spec(name, broadcast=True)) as second:
         await backend.publish(name, sent)
         got: set[str] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(got) < len(sent):
                 got |= {delivery.envelope.id for delivery in await second.receive(100)}
     assert got == {envelope.id for envelope in sent}
@@ -79,7 +79,7 @@ async def test_a_group_that_exists_goes_on_where_it_was(backend: KafkaBackend, n
         # Another that comes now must not move the marks of those who are there.
         await again.membership._found()
         got: set[str] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(got) < len(sent):
                 got |= {delivery.envelope.id for delivery in await again.receive(100)}
 
@@ -116,7 +116,7 @@ async def test_an_accident_in_the_first_rebalance_is_told_at_once(
 
     monkeypatch.setattr(GroupMembership, "_take_over", stumble)
     await backend.declare(QueueSpec(name=name))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
             async with backend.subscribe(spec(name)):
                 pass
@@ -159,7 +159,7 @@ async def test_every_loss_of_what_is_held_is_reported_once(
         told: list[Delivery] = []
         subscription.on_lost(told.extend)
         held: list[Delivery] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(held) < 40:
                 held += await subscription.receive(100)
         one = driver.Partition(name, 0)
