@@ -127,7 +127,7 @@ def test_a_thread_survives_its_loop_and_ends_quietly(threads):
 def test_a_stuck_handler_does_not_keep_the_process_alive():
     program = (
         "import asyncio, threading\n"
-        "from qkit.threads import HandlerThreads\n"
+        "from qkit.consuming.handler_threads import HandlerThreads\n"
         "async def main():\n"
         "    HandlerThreads().submit(threading.Event().wait)\n"
         "asyncio.run(main())\n"
