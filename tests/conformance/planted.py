@@ -17,7 +17,8 @@ import pytest_asyncio
 from qkit._internal.clock import Clock
 from qkit._internal.retry import RetryPolicy
 from qkit.backend import Delivery, QueueSpec
-from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.subscription import NativeSubscription
 from qkit.codec.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consuming.consumer import Consumer

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from qkit.backend import Balance, Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.subscription import NativeSubscription
 from qkit.errors import (
     ConfigError,
     ConsumerNotFound,

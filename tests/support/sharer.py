@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from qkit import QueueError, QueueService, Settings, consume
-from qkit.backends.native.backend import DURABLE, NativeBackend
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.shared_directory import SharedBackend
 from qkit.errors import LogLocked
 from qkit.native import Engine
@@ -27,7 +28,13 @@ def share(directory: Path, **options: float) -> SharedBackend:
         engine = await Engine.open(directory)
         return NativeBackend(engine=engine), engine
 
-    return SharedBackend(directory, own, locked=LogLocked, capabilities=DURABLE, **options)  # type: ignore[arg-type]  # seconds
+    return SharedBackend(
+        directory,
+        own,
+        locked=LogLocked,
+        capabilities=MATRIX["native-durable"],
+        **options,  # type: ignore[arg-type]  # seconds
+    )
 
 
 def say(*words: object) -> None:

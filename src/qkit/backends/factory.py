@@ -51,7 +51,8 @@ def _native(settings: Settings, clock: Clock) -> Backend:
 
 
 def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
-    from qkit.backends.native.backend import DURABLE, NativeBackend
+    from qkit.backends.capability_matrix import MATRIX
+    from qkit.backends.native.backend import NativeBackend
     from qkit.backends.native.shared_directory import SharedBackend
     from qkit.backends.native.socket import protocol
     from qkit.native import Engine
@@ -72,7 +73,7 @@ def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
         own,
         locked=LogLocked,
         clock=clock,
-        capabilities=DURABLE,
+        capabilities=MATRIX["native-durable"],
         max_frame=max(protocol.MAX_FRAME, 2 * settings.max_message_bytes),
     )
 

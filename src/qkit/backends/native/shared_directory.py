@@ -15,7 +15,8 @@ from typing import Final, TypeAlias
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
-from qkit.backends.native.backend import MEMORY, NativeBackend
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.backend import SocketBackend
 from qkit.backends.native.socket.server.server import SocketServer
@@ -70,7 +71,7 @@ class SharedBackend:
         *,
         locked: type[Exception],
         clock: Clock | None = None,
-        capabilities: Capabilities = MEMORY,
+        capabilities: Capabilities = MATRIX["native-memory"],
         patience: float = 3.0,
         start_timeout: float = 10.0,
         max_frame: int = protocol.MAX_FRAME,

@@ -16,7 +16,7 @@ from qkit.backend import (
     SubscriptionSpec,
     Support,
 )
-from qkit.backends.native.backend import MEMORY
+from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.connection import Link, open_link
 from qkit.backends.native.socket.client.lease_renewal import Renewals
@@ -46,7 +46,7 @@ class SocketBackend:
         path: Path,
         *,
         clock: Clock | None = None,
-        capabilities: Capabilities = MEMORY,
+        capabilities: Capabilities = MATRIX["native-memory"],
         on_lost: Callable[[BackendUnavailable], None] | None = None,
     ) -> None:
         self._path = path
