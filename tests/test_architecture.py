@@ -57,7 +57,7 @@ EXCEPTIONS = {
 }
 
 NATIVE_USERS = [
-    *("qkit.native", "qkit.backends.native", "qkit.backends.factory"),
+    *("qkit.native", "qkit.backends.native"),
     *("qkit.testing", "qkit.spark", "qkit.cli"),
 ]
 DRIVERS = {"aio_pika", "aiormq", "pamqp", "yarl", "aiokafka", "redis", "hiredis"}
