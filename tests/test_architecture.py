@@ -53,7 +53,6 @@ BACKENDS = [["common", "capability_matrix"], ["native", "redis", "rabbitmq", "ka
 EXCEPTIONS = {
     "qkit.errors -> qkit.message",
     "qkit.consuming.session -> qkit.consuming.consumer",
-    "qkit.native.storage.journal -> qkit.native.storage.durable_queue",
 }
 
 NATIVE_USERS = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
@@ -31,16 +31,43 @@ from qkit.native.log.record import Bury, Fanout, Publish, decode
 from qkit.native.log.segment import FRAME_SIZE
 from qkit.native.log.tail import Position
 from qkit.native.log.writer import Done
+from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import Stored, Waiting
 from qkit.native.storage.replay import Replay
 
-if TYPE_CHECKING:
-    from qkit.native.storage.durable_queue import DurableActor
-
-__all__ = ["Arrival", "Journal"]
+__all__ = ["Arrival", "Journal", "JournaledQueue"]
 
 MANY: Final = 10_000  # messages in one record of a purge
 TOGETHER: Final = 1 << 20  # bytes of messages in one batch
+
+
+class JournaledQueue(Protocol):
+    """A queue that gets messages from the journal once they are written."""
+
+    number: int  # identifies the queue in the log
+    state: QueueState
+
+    def offer(self) -> None:
+        """Wake senders that wait for room: a reserved place is free again."""
+        ...
+
+    def admit(
+        self,
+        now: float,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+        seq: int,
+    ) -> int | None:
+        """Add a message that was written; return its position in the queue."""
+        ...
+
+
+_Queue = TypeVar("_Queue", bound=JournaledQueue)
 
 
 class Arrival(NamedTuple):
@@ -53,7 +80,7 @@ class Arrival(NamedTuple):
     priority: int | None
     due: float | None
     expires: float | None
-    actors: Sequence[DurableActor]  # the queue, or the groups of a topic, that will get it
+    actors: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
 
 
 class _Batch:
@@ -106,7 +133,7 @@ class _Batch:
 
 
 _Waiting = tuple[
-    "DurableActor",
+    JournaledQueue,
     str,
     bytes,
     "dict[str, str] | None",
@@ -199,7 +226,7 @@ class Journal:
 
     def publish_one(
         self,
-        actor: DurableActor,
+        actor: JournaledQueue,
         id: str,
         body: bytes,
         headers: dict[str, str] | None,
@@ -268,13 +295,13 @@ class Journal:
         return content
 
     async def take_in(
-        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[DurableActor], bytes, Publish]]]
-    ) -> list[tuple[DurableActor, int, Publish]]:
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[_Queue], bytes, Publish]]]
+    ) -> list[tuple[_Queue, int, Publish]]:
         """Write the messages of a bulk file: all of them count, or none if this does not return.
 
         What is written piece by piece counts once the last record is on the disk.
         """
-        arrived: list[tuple[DurableActor, int, Publish]] = []
+        arrived: list[tuple[_Queue, int, Publish]] = []
         begin = self.next_seq
         try:
             async for chunk in chunks:
@@ -287,11 +314,11 @@ class Journal:
         return arrived
 
     async def _take_chunk(
-        self, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
-    ) -> list[tuple[DurableActor, int, Publish]]:
+        self, chunk: list[tuple[Sequence[_Queue], bytes, Publish]]
+    ) -> list[tuple[_Queue, int, Publish]]:
         first, self._together = self.next_seq, None
         contents: list[bytes] = []
-        arrived: list[tuple[DurableActor, int, Publish]] = []
+        arrived: list[tuple[_Queue, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
