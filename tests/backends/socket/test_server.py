@@ -249,8 +249,8 @@ async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(
 
 def crash(client: SocketBackend) -> None:
     """What the kernel does for a killed process."""
-    assert client._link is not None
-    client._link._transport.abort()
+    assert client._connection is not None
+    client._connection._transport.abort()
 
 
 async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path) -> None:

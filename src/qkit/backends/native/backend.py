@@ -15,11 +15,11 @@ from qkit.errors import BackendUnavailable, ConfigError, PartialSend, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.config import QueueConfig
 from qkit.native.engine import Engine
-from qkit.native.storage.journal import Arrival
+from qkit.native.storage.journal import PendingMessage
 
 __all__ = ["NativeBackend"]
 
-TURN: Final = 50  # how far a queue may run ahead of its consumers before they get a turn
+MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
 
 
 class NativeBackend:
@@ -117,16 +117,16 @@ class NativeBackend:
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         channel = self._engine.catalogue.find(queue, "publish")
-        if channel.backlog >= TURN:
+        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
             # Nothing below waits for anything, so a loop of sends would starve its own consumers:
             # let them have a turn to fetch and one to work for as many as they usually take.
-            for _ in range(2 * -(-len(envelopes) // TURN)):
+            for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
                 await asyncio.sleep(0)
             channel = self._engine.catalogue.find(queue, "publish")  # or it was deleted meanwhile
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []
-        arrivals: list[Arrival] | None = [] if self._engine.durable else None
+        pending: list[PendingMessage] | None = [] if self._engine.durable else None
         failed = False
         for item in envelopes:
             due, expires = item.not_before, item.expires_at
@@ -140,16 +140,16 @@ class NativeBackend:
                 None if expires is None else expires - offset,
             )
             try:
-                if arrivals is None:
+                if pending is None:
                     results.append(Sent(item.id, channel.put(now, *values)))
                 else:
-                    arrivals.append(self._engine.arrival(channel, *values))
+                    pending.append(self._engine.reserve(channel, *values))
                     results.append(Sent(item.id))
             except QueueError as error:
                 failed = True
                 results.append(error.located(backend=self.name))
-        if arrivals:
-            positions = iter(await self._engine.put_all(arrivals))
+        if pending:
+            positions = iter(await self._engine.publish_reserved(pending))
             results = [
                 item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
                 for item in results
@@ -177,7 +177,7 @@ class NativeBackend:
             actor.subscribed.remove(subscription)
             actor.consumers -= 1
             await subscription.stop()
-            subscription.give_back()
+            subscription.release_uncharged()
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the engine is open and can be written to."""

@@ -45,7 +45,7 @@ def queue_defaults(settings: Settings) -> QueueConfig:
 
 def _on_directory(settings: Settings, clock: Clock, path: Path) -> Backend:
     # Imported here: a backend in memory needs no socket.
-    from qkit.backends.native.shared_directory import SharedBackend
+    from qkit.backends.native.shared_directory import SharedDirectoryBackend
     from qkit.backends.native.socket import protocol
 
     async def own() -> tuple[NativeBackend, Engine]:
@@ -59,7 +59,7 @@ def _on_directory(settings: Settings, clock: Clock, path: Path) -> Backend:
         )
         return NativeBackend(engine=engine), engine
 
-    return SharedBackend(
+    return SharedDirectoryBackend(
         path,
         own,
         locked=LogLocked,

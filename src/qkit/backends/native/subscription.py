@@ -10,7 +10,7 @@ from qkit.backend import Delivery, SubscriptionSpec
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, StorageError, SubscriptionLost
 from qkit.native.queue.actor import QueueActor, envelope_of
 from qkit.native.queue.consumers import Consumer
-from qkit.native.queue.stored_message import Stored
+from qkit.native.queue.stored_message import StoredMessage
 
 __all__ = ["NativeSubscription"]
 
@@ -73,7 +73,7 @@ class NativeSubscription:
             else:
                 # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
                 await self._wait(self._blocked)
-        self._actor.nudge()  # perhaps it was woken for a message just before it was stopped
+        self._actor.pass_wakeup_on()  # it may have been woken for a message and then stopped
         return []
 
     async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
@@ -88,8 +88,8 @@ class NativeSubscription:
             among.discard(waiter)
 
     async def _prepare(
-        self, tokens: list[int], claimed: list[Stored]
-    ) -> tuple[list[int], list[Stored]]:
+        self, tokens: list[int], claimed: list[StoredMessage]
+    ) -> tuple[list[int], list[StoredMessage]]:
         """Wait until what was claimed may be handed out; without what was lost meanwhile."""
         try:
             await self._actor.prepare(claimed)
@@ -109,7 +109,7 @@ class NativeSubscription:
             queue=self._actor.name,
         )
 
-    def _deliveries(self, tokens: list[int], claimed: list[Stored]) -> list[Delivery]:
+    def _deliveries(self, tokens: list[int], claimed: list[StoredMessage]) -> list[Delivery]:
         clock, name, lease = self._clock, self._actor.name, self._lease
         offset = clock.time() - clock.monotonic()
         return [
@@ -176,7 +176,7 @@ class NativeSubscription:
         held, self._held = self._held, set()
         self._actor.abandon(held)
 
-    def give_back(self) -> None:
+    def release_uncharged(self) -> None:
         """Release what is still held, without charging an attempt."""
         held, self._held = self._held, set()
         for token in held:

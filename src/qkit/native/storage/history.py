@@ -6,7 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qkit.native.log.record import Ack, Bury, Claim, Fanout, Publish, Release, Remove, decode
+from qkit.native.log.record import (
+    Ack,
+    Claim,
+    DeadLetterMove,
+    Fanout,
+    Publish,
+    Release,
+    Remove,
+    decode,
+)
 
 __all__ = ["Status", "StatusChange", "history_of"]
 
@@ -77,7 +86,7 @@ def history_of(id: str, contents: Iterable[bytes]) -> list[StatusChange]:
                 steps.append(
                     StatusChange(status=Status.FAILED, queue=record.queue, attempt=record.attempt)
                 )
-            case Bury():
+            case DeadLetterMove():
                 if record.seq in queues:
                     steps.append(StatusChange(status=Status.DEAD_LETTERED, queue=record.queue))
                 if record.letter.id == id:

@@ -32,7 +32,7 @@ MAX_SECONDS: Final = 1 << 53
 DEFAULT_PEEK_LIMIT: Final = 1
 DEFAULT_DEAD_LETTER_LIMIT: Final = 100
 DEFAULT_LEASE_SECONDS: Final = 30.0
-KEPT_FOR: Final = 60.0  # seconds for which a lease that ran out still gets its own error
+EXPIRED_RECEIPT_SECONDS: Final = 60.0  # so long a lease that ran out gets its own error
 
 _NOT_GIVEN: Any = None  # the engine's default applies; ``null`` is refused
 
@@ -149,13 +149,16 @@ class Commands:
                 break  # leases are much alike: this is the oldest that may still be needed
             del self._receipts[receipt]
         receipt = secrets.token_hex(8)
-        self._receipts[receipt] = delivery, now + lease + KEPT_FOR
+        self._receipts[receipt] = delivery, now + lease + EXPIRED_RECEIPT_SECONDS
         return receipt
 
     def extended(self, receipt: str, lease: float) -> None:
         """A lease has a new end."""
         delivery, _ = self._receipts.pop(receipt)
-        self._receipts[receipt] = delivery, self.engine.clock.monotonic() + lease + KEPT_FOR
+        self._receipts[receipt] = (
+            delivery,
+            self.engine.clock.monotonic() + lease + EXPIRED_RECEIPT_SECONDS,
+        )
 
     def held(self, receipt: str) -> Delivery | None:
         """The delivery of a receipt, unless it is settled or long lost."""
