@@ -72,16 +72,19 @@ async def history(engine: Engine, random: Random, steps: int) -> None:
             case 10 if held:
                 await held.pop(random.randrange(len(held))).nack(random.random() < 0.7)
             case 11:
-                what = random.random()
-                if what < 0.05:
-                    await engine.purge("b")
-                elif what < 0.1 and "spare" in await engine.list():
-                    await engine.delete("spare")
-                elif what < 0.2:
-                    await engine.create("spare")
-                    await engine.publish("spare", b"here and gone")
+                await rare_step(engine, random.random())
             case _:
                 pass
+
+
+async def rare_step(engine: Engine, chance: float) -> None:
+    if chance < 0.05:
+        await engine.purge("b")
+    elif chance < 0.1 and "spare" in await engine.list():
+        await engine.delete("spare")
+    elif chance < 0.2:
+        await engine.create("spare")
+        await engine.publish("spare", b"here and gone")
 
 
 def without_snapshots(disk: SimulatedDisk) -> SimulatedDisk:

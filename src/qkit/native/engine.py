@@ -13,7 +13,7 @@ import builtins  # Engine.list hides the type
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -403,42 +403,27 @@ class Engine:
         (``None``: for ever). Raises ``QueueNotFound``, ``QueueFull``, ``InvalidPriority``,
         ``ValueError`` unless delay < ttl, and ``StorageError`` if the disk refused it.
         """
-        if get_ident() != self.portal.thread:
-            return await self.portal.run(
-                partial(  # no closure: it would make each of these dearer for everyone
-                    self.publish,
-                    queue,
-                    body,
-                    priority,
-                    delay=delay,
-                    ttl=ttl,
-                    headers=headers,
-                    key=key,
-                    message_id=message_id,
-                    wait=wait,
-                )
-            )
-        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if not isinstance(body, bytes):
             raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
+        if wait != 0 or get_ident() != self.portal.thread:
+            publish = partial(  # no closure: it would make every publish slower
+                self.publish,
+                queue,
+                body,
+                priority,
+                delay=delay,
+                ttl=ttl,
+                headers=headers,
+                key=key,
+                message_id=message_id,
+            )
+            if get_ident() != self.portal.thread:
+                return await self.portal.run(partial(publish, wait=wait))
+            _times(0.0, delay, ttl)  # what cannot be need not wait
+            return await self._publish_after_wait(queue, wait, publish)
+        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if message_id is None:
             message_id = new_id()
-        if wait != 0:
-            _times(0.0, delay, ttl)  # what cannot be need not wait
-            await channel.wait_for_capacity(wait)
-            try:
-                return await self.publish(
-                    queue,
-                    body,
-                    priority,
-                    delay=delay,
-                    ttl=ttl,
-                    headers=headers,
-                    key=key,
-                    message_id=message_id,
-                )
-            finally:
-                channel.wake_capacity_waiters()
         now = self._now()
         due = expires = None
         if delay is not None or ttl is not None:
@@ -458,6 +443,17 @@ class Engine:
                 raise
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
+
+    async def _publish_after_wait(
+        self, queue: str, wait: float | None, publish: Callable[[], Awaitable[Sent]]
+    ) -> Sent:
+        """Publish when the queue has capacity, or after ``wait`` seconds (``None``: no limit)."""
+        channel = self.catalogue.find(queue, "publish")
+        await channel.wait_for_capacity(wait)
+        try:
+            return await publish()
+        finally:
+            channel.wake_capacity_waiters()
 
     def reserve(
         self,

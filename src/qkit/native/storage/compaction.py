@@ -190,26 +190,32 @@ class _Filter:
             case Remove():
                 yield from self._told(record.queue, record.seqs, encode_remove)
             case Claim():
-                for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                    if self._is_wanted(seq):
-                        self._claims[seq] = record.queue, attempt
+                self._claim(record)
             case Release():
-                if self._is_wanted(record.seq):
-                    self._claims.pop(record.seq, None)
-                    before = self._releases.get(record.seq)
-                    if record.headers is None and before is not None:
-                        record = record._replace(headers=before.headers)
-                    self._releases[record.seq] = record
-            case Declare():
-                if record.queue in self._plan.queues:
+                self._release(record)
+            case Declare() | Delete() | BulkImport():
+                if self._is_needed(record):
                     yield content, ()
-            case Delete():
-                if not self._plan.first:
-                    yield content, ()
-            case BulkImport():
-                yield content, ()
             case Publish():
                 raise AssertionError("dealt with before")
+
+    def _is_needed(self, record: Declare | Delete | BulkImport) -> bool:
+        if isinstance(record, Declare):
+            return record.queue in self._plan.queues
+        return isinstance(record, BulkImport) or not self._plan.first
+
+    def _claim(self, record: Claim) -> None:
+        for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+            if self._is_wanted(seq):
+                self._claims[seq] = record.queue, attempt
+
+    def _release(self, record: Release) -> None:
+        if self._is_wanted(record.seq):
+            self._claims.pop(record.seq, None)
+            before = self._releases.get(record.seq)
+            if record.headers is None and before is not None:
+                record = record._replace(headers=before.headers)
+            self._releases[record.seq] = record
 
     def _fanout(self, record: Fanout, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         targets = [target for target in record.targets if target[1] in self._wanted]

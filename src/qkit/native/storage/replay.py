@@ -33,12 +33,14 @@ from qkit.native.log.record import (
     Delete,
     Fanout,
     Publish,
+    Record,
     Release,
     Remove,
     decode,
     decode_publish,
 )
 from qkit.native.log.recovery import Entry
+from qkit.native.log.tail import Position
 from qkit.native.storage.index import Index
 
 __all__ = ["RecoveredMessage", "Replay", "messages_in"]
@@ -123,43 +125,48 @@ class Replay:
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Follow the log from where it was left."""
-        messages, index = self._messages, self.index
+        index = self.index
         for position, content in entries:
             self.records += 1
             if content[0] == PUBLISH:
                 self._publish(content)
                 index.add(_queue_seq(content, QUEUE_SEQ_OFFSET)[1], position)
-                continue
-            record = decode(content)
-            match record:
-                case Claim():
-                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                        if seq in messages:
-                            self._claimed[seq] = attempt
-                case Ack() | Remove():
-                    for seq in record.seqs:
-                        self._forget(seq)
-                case Release():
-                    self._release(record)
-                case DeadLetterMove():
-                    self._dead_letter_move(record, content[ONE_SEQ.size :])
-                    index.add(record.letter.seq, position)
-                case Fanout():
-                    self._fan_out(record, content)
-                    for _, seq in record.targets:
-                        index.add(seq, position)
-                case Declare():
-                    self.queues[record.queue] = record
-                    self.last_queue = max(self.last_queue, record.queue)
-                case Delete():
-                    self.queues.pop(record.queue, None)
-                    self.assumed.discard(record.queue)
-                    self._deleted[record.queue] = self.last_seq
-                    self.last_queue = max(self.last_queue, record.queue)
-                case BulkImport():
-                    self._bulk_import(record)
-                case Publish():
-                    raise AssertionError("dealt with before")
+            else:
+                self._apply(decode(content), content, position)
+
+    def _apply(self, record: Record, content: bytes, position: Position) -> None:
+        match record:
+            case Claim():
+                self._claim(record)
+            case Ack() | Remove():
+                for seq in record.seqs:
+                    self._forget(seq)
+            case Release():
+                self._release(record)
+            case DeadLetterMove():
+                self._dead_letter_move(record, content[ONE_SEQ.size :])
+                self.index.add(record.letter.seq, position)
+            case Fanout():
+                self._fan_out(record, content)
+                for _, seq in record.targets:
+                    self.index.add(seq, position)
+            case Declare():
+                self.queues[record.queue] = record
+                self.last_queue = max(self.last_queue, record.queue)
+            case Delete():
+                self.queues.pop(record.queue, None)
+                self.assumed.discard(record.queue)
+                self._deleted[record.queue] = self.last_seq
+                self.last_queue = max(self.last_queue, record.queue)
+            case BulkImport():
+                self._bulk_import(record)
+            case Publish():
+                raise AssertionError("dealt with before")
+
+    def _claim(self, record: Claim) -> None:
+        for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+            if seq in self._messages:
+                self._claimed[seq] = attempt
 
     def _publish(self, content: bytes) -> None:
         seq = _queue_seq(content, QUEUE_SEQ_OFFSET)[1]
@@ -250,9 +257,7 @@ class Replay:
             record = decode(content)
             match record:
                 case Claim():
-                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                        if seq in self._messages:
-                            self._claimed[seq] = attempt
+                    self._claim(record)
                 case Declare():
                     self.queues[record.queue] = record
                 case BulkImport():

@@ -125,27 +125,41 @@ class ClientSession:
     # Frames
 
     def _take(self, kind: int, number: int, body: bytes) -> None:
+        if kind == protocol.CREDIT:
+            serial, wanted = protocol.decode_credit(body)
+            if (subscription := self._subscriptions.get(number)) is not None:
+                subscription.credit(serial, wanted)
+        elif (work := self._request(kind, number, body)) is not None:
+            self._answer(number, work)
+        else:
+            self._notification(kind, number, body)
+
+    def _request(
+        self, kind: int, number: int, body: bytes
+    ) -> Coroutine[object, object, bytes] | None:
+        """Return the work that gives the answer; ``None`` for a frame without an answer."""
         match kind:
             case protocol.PUBLISH:
-                self._answer(number, self._publish(body))
+                return self._publish(body)
             case protocol.SETTLE:
-                self._answer(number, self._settle(body))
-            case protocol.CREDIT:
-                serial, wanted = protocol.decode_credit(body)
-                if (subscription := self._subscriptions.get(number)) is not None:
-                    subscription.credit(serial, wanted)
-            case protocol.SUBSCRIBE:
-                self._subscribe(number, body)
+                return self._settle(body)
             case protocol.STOP:
-                self._answer(number, self._stop(protocol.decode_number(body)))
+                return self._stop(protocol.decode_number(body))
             case protocol.LEAVE:
-                self._answer(number, self._leave(protocol.decode_number(body)))
+                return self._leave(protocol.decode_number(body))
             case protocol.DECLARE:
-                self._answer(number, self._declare(body))
+                return self._declare(body)
             case protocol.ADMINISTER:
-                self._answer(number, self._administer(number, body))
+                return self._administer(number, body)
             case protocol.PING:
-                self._answer(number, _nothing(self._backend.ping()))
+                return _nothing(self._backend.ping())
+            case _:
+                return None
+
+    def _notification(self, kind: int, number: int, body: bytes) -> None:
+        match kind:
+            case protocol.SUBSCRIBE:  # answered once it is open
+                self._subscribe(number, body)
             case protocol.LISTEN:
                 self._event_flags = protocol.decode_number(body)
             case protocol.RENEW:
