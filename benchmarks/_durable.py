@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks._in_memory import BODY, peer
 from benchmarks._measure import Figure, Missing, Scale, Suite
-from qkit.message import new_id
+from qkit._internal.ids import new_id
 from qkit.native import Engine
 from qkit.native.log.encode import encode_publish
 from qkit.native.log.segment import FRAME_SIZE

@@ -14,8 +14,9 @@ from benchmarks._durable import IN_FLIGHT
 from benchmarks._in_memory import BODY
 from benchmarks._measure import Figure, Scale, Suite
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backends.native.backend import NativeBackend
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native import Engine
 from qkit.native.log.disk import Disk
 from qkit.native.storage.storage import Storage

@@ -15,11 +15,12 @@ from pathlib import Path
 from benchmarks._durable import IN_FLIGHT, together
 from benchmarks._in_memory import BODY
 from benchmarks._measure import Figure, Scale, Suite
+from qkit._internal.ids import new_id
 from qkit.backend import Backend, QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket.client.backend import SocketBackend
 from qkit.backends.native.socket.server.server import SocketServer
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native import Engine
 
 __all__ = ["SUITES"]

@@ -23,7 +23,7 @@ from benchmarks import _measure
 from benchmarks._measure import Figure, Missing, Scale, Suite
 from benchmarks._spark_source import CountingSource
 from qkit import QueueService, Settings
-from qkit.message import new_id
+from qkit._internal.ids import new_id
 from qkit.spark import register, write
 from qkit.spark.kafka_connector import connector_options, has_connector, kafka_frame
 from qkit.spark.publish import as_options

@@ -90,6 +90,7 @@ SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.proves("003-config-5", "003-config-7")
 @pytest.mark.parametrize(
     ("values", "words"), [row[1:] for row in SETTINGS], ids=[r[0] for r in SETTINGS]
 )
@@ -286,6 +287,7 @@ SENDS: list[tuple[str, Send, type[Exception], list[str]]] = [
 ]
 
 
+@pytest.mark.proves("003-errors-2")
 @pytest.mark.parametrize(
     ("attempt", "error", "words"), [row[1:] for row in SENDS], ids=[r[0] for r in SENDS]
 )

@@ -132,6 +132,7 @@ def test_every_suite_of_the_native_engine_gives_its_figures(name: str, tmp_path:
         assert found.samples or found.note.endswith(("is not installed", "this tree yet"))
 
 
+@pytest.mark.proves("003-speed-7")
 @pytest.mark.broker
 @pytest.mark.parametrize("name", [suite.name for suite in brokers.SUITES])
 def test_every_suite_of_the_brokers_gives_its_figures(

@@ -32,7 +32,7 @@ def breaker(clock: HandClock) -> CircuitBreaker:
 
 def fail(breaker: CircuitBreaker, times: int = 1) -> None:
     for _ in range(times):
-        breaker.failed(probe=breaker.admit())
+        breaker.record_failure(probe=breaker.admit())
 
 
 def test_it_stays_closed_below_the_threshold(breaker: CircuitBreaker) -> None:
@@ -43,11 +43,12 @@ def test_it_stays_closed_below_the_threshold(breaker: CircuitBreaker) -> None:
 
 def test_a_success_starts_the_count_anew(breaker: CircuitBreaker) -> None:
     fail(breaker, 2)
-    breaker.succeeded()
+    breaker.record_success()
     fail(breaker, 2)
     assert breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.proves("003-errors-8")
 def test_it_opens_at_the_threshold_and_says_when_to_come_back(
     breaker: CircuitBreaker, clock: HandClock
 ) -> None:
@@ -59,6 +60,7 @@ def test_it_opens_at_the_threshold_and_says_when_to_come_back(
             refuse()
 
 
+@pytest.mark.proves("003-errors-10")
 def test_half_open_admits_exactly_one(breaker: CircuitBreaker, clock: HandClock) -> None:
     fail(breaker, 3)
     clock.now += 30
@@ -75,12 +77,13 @@ def test_a_probe_that_succeeds_closes_it(breaker: CircuitBreaker, clock: HandClo
     fail(breaker, 3)
     clock.now += 30
     breaker.admit()
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.state is BreakerState.CLOSED
     fail(breaker, 2)
     assert breaker.state is BreakerState.CLOSED
 
 
+@pytest.mark.proves("003-errors-10")
 def test_a_probe_that_fails_opens_it_for_another_rest(
     breaker: CircuitBreaker, clock: HandClock
 ) -> None:
@@ -98,7 +101,7 @@ def test_a_cancelled_probe_lets_the_next_one_probe(
 ) -> None:
     fail(breaker, 3)
     clock.now += 30
-    breaker.gave_up(probe=breaker.admit())
+    breaker.release_probe(probe=breaker.admit())
     assert breaker.state is BreakerState.HALF_OPEN
     assert breaker.admit() is True
 
@@ -110,8 +113,8 @@ def test_late_news_of_an_earlier_try_frees_no_second_probe(
     fail(breaker, 3)
     clock.now += 30
     assert breaker.admit() is True
-    breaker.gave_up(probe=early[0])
-    breaker.failed(probe=early[1])
+    breaker.release_probe(probe=early[0])
+    breaker.record_failure(probe=early[1])
     with pytest.raises(CircuitOpen, match="another call is probing"):
         breaker.admit()
 
@@ -120,7 +123,7 @@ def test_late_failures_do_not_prolong_the_rest(breaker: CircuitBreaker, clock: H
     early = breaker.admit()
     fail(breaker, 3)
     clock.now += 20
-    breaker.failed(probe=early)
+    breaker.record_failure(probe=early)
     clock.now += 10
     assert breaker.state is BreakerState.HALF_OPEN
 
@@ -133,6 +136,6 @@ def test_a_probe_that_fails_after_others_closed_the_circuit_is_one_failure(
     fail(breaker, 3)
     clock.now += 30
     probe = breaker.admit()
-    breaker.succeeded()  # the early one got its answer after all
-    breaker.failed(probe=probe)
+    breaker.record_success()  # the early one got its answer after all
+    breaker.record_failure(probe=probe)
     assert breaker.state is BreakerState.CLOSED

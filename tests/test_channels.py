@@ -9,7 +9,7 @@ import pytest
 
 from qkit import Channel, Message, RetrySettings
 from qkit.errors import ConfigError, InvalidName
-from qkit.handlers.channel import CallNext, caller_place
+from qkit.handlers.channel import CallNext, caller_location
 
 
 async def passing(message: Message, call_next: CallNext) -> object:
@@ -20,7 +20,7 @@ def test_a_channel_carries_its_name_type_options_and_place():
     orders = Channel("orders", dict, prefetch=20, dead_letter=False)
     assert (orders.name, orders.type) == ("orders", dict)
     assert orders.options == {"prefetch": 20, "dead_letter": False}
-    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", orders.place)
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", orders.location)
     assert repr(orders) == "Channel('orders', dict)"
     assert repr(Channel("orders")) == "Channel('orders')"
     assert repr(Channel("x", list[int])) == "Channel('x', list)"
@@ -90,7 +90,7 @@ def test_two_declarations_become_one_with_the_options_of_both():
     merged = first.merge(second)
     assert merged.options == {"prefetch": 5, "ttl": 60}
     assert merged.type is dict
-    assert merged.place == first.place
+    assert merged.location == first.location
 
 
 def test_a_declaration_that_says_nothing_new_leaves_the_channel_as_it_is():
@@ -115,9 +115,9 @@ def test_a_contradiction_names_both_places(mine, theirs, what):
     second = Channel("orders", **theirs)
     with pytest.raises(ConfigError, match=f"'orders' is declared twice with {what}") as caught:
         first.merge(second)
-    assert first.place in str(caught.value)
-    assert second.place in str(caught.value)
-    assert first.place != second.place
+    assert first.location in str(caught.value)
+    assert second.location in str(caught.value)
+    assert first.location != second.location
 
 
 def test_a_contradiction_of_types_is_one_too():
@@ -132,7 +132,7 @@ def test_options_that_do_not_go_together_are_refused_also_when_two_places_give_t
 
 
 def test_the_place_is_that_of_the_caller_outside_qkit():
-    assert caller_place().startswith(f"{__file__}:")
-    space: dict[str, object] = {"__name__": "qkit.inside", "caller_place": caller_place}
-    exec(compile("place = caller_place()", "<inside>", "exec"), space)
+    assert caller_location().startswith(f"{__file__}:")
+    space: dict[str, object] = {"__name__": "qkit.inside", "caller_location": caller_location}
+    exec(compile("place = caller_location()", "<inside>", "exec"), space)
     assert str(space["place"]).startswith(f"{__file__}:")

@@ -112,6 +112,7 @@ class Color(Enum):
 # What is sent decodes to the same
 
 
+@pytest.mark.proves("002-testing-1")
 @pytest.mark.parametrize(
     ("kind", "value", "body"),
     [
@@ -158,6 +159,7 @@ def test_bytes_pass_untouched(value: Any) -> None:
     assert Codec(bytearray).decode(b"\xff", {}) == bytearray(b"\xff")
 
 
+@pytest.mark.proves("003-compat-9")
 @pytest.mark.parametrize(
     ("value", "body"),
     [
@@ -184,6 +186,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.proves("002-testing-1")
 @given(value=values, compressed=st.booleans())
 def test_any_json_value_comes_back_the_same(value: object, compressed: bool) -> None:
     untyped = Codec.any(compression="gzip" if compressed else None)
@@ -239,7 +242,7 @@ def test_a_field_changed_behind_pydantics_back_is_refused_whatever_the_filters(a
 def test_where_python_does_not_refuse_warnings_pydantic_is_asked_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(strict_json, "_WORKS", False)
+    monkeypatch.setattr(strict_json, "_WARNINGS_RAISE", False)
     assert Codec(Order).encode(Order(id=1, total=1))[0] == b'{"id":1,"total":1.0}'
     for encoder in (Codec(Order), Codec.any()):
         with pytest.raises(InvalidBody):
@@ -423,6 +426,7 @@ def test_a_validator_that_breaks_is_an_undecodable_body() -> None:
 # Compression
 
 
+@pytest.mark.proves("003-speed-8", "003-speed-10")
 def test_gzip_is_used_on_request_and_marked() -> None:
     packed = Codec(Order, compression="gzip")
     body, headers = packed.encode(Order(id=1, total=9.5))

@@ -45,6 +45,19 @@ def make(**values: Any) -> Settings:
 # Defaults and sources
 
 
+@pytest.mark.proves(
+    "000-config-1",
+    "000-config-3",
+    "000-config-4",
+    "000-config-5",
+    "000-config-6",
+    "003-retry-8",
+    "003-retry-9",
+    "003-retry-10",
+    "003-shutdown-3",
+    "003-compat-2",
+    "003-compat-4",
+)
 def test_the_defaults_are_those_of_the_design() -> None:
     settings = Settings()
     assert settings.type == "native"
@@ -217,6 +230,19 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
+@pytest.mark.proves(
+    "000-config-8",
+    "000-replication-1",
+    "002-place-3",
+    "003-config-1",
+    "003-config-2",
+    "003-config-5",
+    "003-config-6",
+    "003-config-7",
+    "003-config-8",
+    "003-config-9",
+    "003-config-10",
+)
 @pytest.mark.parametrize(("values", "expected"), BAD, ids=[str(row[0])[:60] for row in BAD])
 def test_what_is_wrong_is_said_with_what_to_do(values: dict[str, Any], expected: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -225,6 +251,7 @@ def test_what_is_wrong_is_said_with_what_to_do(values: dict[str, Any], expected:
         assert word in str(caught.value)
 
 
+@pytest.mark.proves("003-config-1")
 def test_one_error_lists_every_problem_on_a_line_of_its_own() -> None:
     with pytest.raises(ConfigError) as caught:
         make(tpye="kafka", prefetch=0, mode="list", retry={"jitter": 2, "max_attempts": "x"})
@@ -280,6 +307,7 @@ def test_settings_and_sections_do_not_change() -> None:
 # Redis and its mode
 
 
+@pytest.mark.proves("003-compat-5", "003-compat-6", "003-compat-7")
 def test_redis_without_a_mode_is_pubsub_with_a_word_of_warning(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -295,6 +323,7 @@ def test_redis_without_a_mode_is_pubsub_with_a_word_of_warning(
     assert caught[0].filename == __file__
 
 
+@pytest.mark.proves("003-compat-4", "003-compat-7")
 def test_an_explicit_mode_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -304,6 +333,7 @@ def test_an_explicit_mode_warns_of_nothing() -> None:
 # Add-on backends
 
 
+@pytest.mark.proves("003-config-3")
 def test_a_registered_backend_is_accepted_and_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     added = metadata.EntryPoints([metadata.EntryPoint("nats", "x:y", "qkit.backends")])
     asked: list[str] = []
@@ -324,6 +354,7 @@ def test_a_registered_backend_is_accepted_and_listed(monkeypatch: pytest.MonkeyP
 # What the service asks
 
 
+@pytest.mark.proves("000-config-7", "003-dlq-5", "003-redis-1", "003-speed-1", "003-speed-4")
 @pytest.mark.parametrize(
     ("values", "key", "prefetch", "dead_letters"),
     [
@@ -385,7 +416,7 @@ def test_whether_the_connection_is_encrypted(values: dict[str, Any], encrypted: 
     ],
 )
 def test_an_address_is_shown_without_its_password(url: str, shown: str) -> None:
-    assert rules.mask(url) == shown
+    assert rules.mask_url(url) == shown
 
 
 def shapes(settings: Settings) -> list[str]:
@@ -489,7 +520,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
         if error_messages.is_section(info.annotation):
             found += rows(info.annotation, f"{prefix}{name}.")
             continue
-        owners = ", ".join(rules.OWNERS.get(name, ())) if not prefix else ""
+        owners = ", ".join(rules.BACKENDS_BY_FIELD.get(name, ())) if not prefix else ""
         found.append(
             f"| `{prefix}{name}` | {error_messages.expected(info)} "
             f"| {error_messages.default(name, info)} "
@@ -498,6 +529,7 @@ def rows(model: type[BaseModel], prefix: str = "") -> list[str]:
     return found
 
 
+@pytest.mark.proves("003-docs-3")
 def test_the_reference_page_tells_every_field_as_it_is() -> None:
     page = [line for line in REFERENCE.read_text().splitlines() if line.startswith("| `")]
     assert page == rows(Settings), "docs/configuration.md should hold:\n" + "\n".join(
@@ -505,9 +537,10 @@ def test_the_reference_page_tells_every_field_as_it_is() -> None:
     )
 
 
+@pytest.mark.proves("003-docs-8")
 def test_type_checkers_know_every_field() -> None:
     assert list(SettingsValues.__annotations__) == list(Settings.model_fields)
 
 
 def test_every_owned_field_exists() -> None:
-    assert set(rules.OWNERS) <= set(Settings.model_fields)
+    assert set(rules.BACKENDS_BY_FIELD) <= set(Settings.model_fields)

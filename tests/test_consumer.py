@@ -286,7 +286,7 @@ async def test_an_outage_charges_nobody_and_is_probed_with_one_message_at_a_time
 async def test_without_a_word_on_when_the_channel_rests_longer_each_time(
     clock, concurrency, monkeypatch
 ):
-    monkeypatch.setattr("qkit.consuming.consumer.REST._jitter", 0)
+    monkeypatch.setattr("qkit.consuming.consumer_state.UNAVAILABLE_BACKOFF._jitter", 0)
     outage = Outage(clock, until=20)
     handle = consume("orders", concurrency=concurrency)(outage)
     async with make_service(handle, clock=clock) as service:
@@ -297,7 +297,7 @@ async def test_without_a_word_on_when_the_channel_rests_longer_each_time(
 
 
 async def test_recovery_is_forgotten_trouble(clock, monkeypatch):
-    monkeypatch.setattr("qkit.consuming.consumer.REST._jitter", 0)
+    monkeypatch.setattr("qkit.consuming.consumer_state.UNAVAILABLE_BACKOFF._jitter", 0)
     outage = Outage(clock, until=2)
     async with make_service(consume("orders")(outage), clock=clock) as service:
         await service.send("orders", 1)
@@ -762,7 +762,7 @@ BACKOFF = [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
 async def test_subscribing_again_backs_off_also_when_it_breaks_as_soon_as_it_is_open(
     clock, operation, monkeypatch
 ):
-    monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE._jitter", 0)
+    monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE_BACKOFF._jitter", 0)
     backend = ScriptedBackend()
     backend.script(operation, *[SubscriptionLost("broke")] * 8)
     waits = await waits_between_subscriptions(clock, backend, 60)
@@ -770,7 +770,7 @@ async def test_subscribing_again_backs_off_also_when_it_breaks_as_soon_as_it_is_
 
 
 async def test_a_subscription_that_worked_for_a_while_starts_a_new_count(clock, monkeypatch):
-    monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE._jitter", 0)
+    monkeypatch.setattr("qkit.consuming.consumer.RESUBSCRIBE_BACKOFF._jitter", 0)
     backend = ScriptedBackend()
     lost = SubscriptionLost("broke")
     backend.script("receive", lost, lost, lost)
@@ -1046,6 +1046,7 @@ def test_a_loop_that_is_torn_down_without_a_shutdown_charges_nobody(batch_size):
     ]
 
 
+@pytest.mark.proves("003-shutdown-1")
 @pytest.mark.parametrize("passes", range(10))
 async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passes):
     work = Work(clock, 0.5)
@@ -1066,6 +1067,9 @@ async def test_nothing_is_lost_or_charged_whenever_a_shutdown_comes(clock, passe
 # -- what people see ---------------------------------------------------------------------------
 
 
+@pytest.mark.proves(
+    "003-retry-4", "003-retry-8", "003-errors-1", "003-errors-5", "003-errors-6", "003-errors-7"
+)
 async def test_every_failure_is_one_record_with_its_facts_as_fields(clock, caplog):
     async def handle(body: object) -> None:
         raise ValueError("no stock")

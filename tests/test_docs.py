@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from qkit.testing import TestService, VirtualClock
-from tests.test_requirements import fault, find
+from tests.support.node_ids import fault, find
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,12 +28,14 @@ def blocks(page: str) -> list[str]:
     return found
 
 
+@pytest.mark.proves("002-usage-1", "003-docs-5", "003-compat-10")
 @pytest.mark.parametrize("page", ["docs/guide.md", "docs/api.md", "docs/testing.md"])
 async def test_a_page_is_one_program_that_runs(page: str) -> None:
     with VirtualClock() as clock:
         await run(page, {"clock": clock})
 
 
+@pytest.mark.proves("002-log-4", "002-log-7", "002-log-9")
 async def test_the_page_of_the_native_engine_runs_in_real_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +99,7 @@ async def test_the_pytest_example_of_the_page_is_itself_a_test(
     await namespace["test_a_negative_total_is_rejected"](qkit_service)
 
 
+@pytest.mark.proves("003-compat-1", "003-compat-10")
 def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text(blocks("README.md")[0])
@@ -145,3 +148,19 @@ def test_every_hazard_has_a_test_that_runs() -> None:
         cells = row.strip("| ").split(" | ")
         assert len(cells) == 3, row
         assert any(fault(name) is None for name in TEST.findall(cells[2])), row
+
+
+def test_a_wrong_node_id_is_noticed() -> None:
+    conformance = "tests/conformance/test_native_memory.py::TestNativeInMemory::"
+    refusing = "tests/conformance/test_refusals.py::"
+    assert "does not exist" in (fault("tests/test_nowhere.py::test_a") or "")
+    assert "does not exist" in (fault("tests/test_docs.py::test_a") or "")
+    assert "does not exist" in (fault(f"{conformance}test_a") or "")
+    assert "no test" in (fault("tests/test_docs.py::blocks") or "")
+    assert "not collected" in (
+        fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
+    )
+    assert "torture" in (
+        fault("tests/native/test_model.py::test_a_queue_does_what_its_model_does_at_length") or ""
+    )
+    assert fault(f"{conformance}test_start_is_idempotent") is None

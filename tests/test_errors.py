@@ -51,6 +51,7 @@ def over_the_wire(error: Exception) -> Exception:
 COPIES = [copy.copy, copy.deepcopy, over_the_wire]
 
 
+@pytest.mark.proves("000-errors-5", "003-errors-1", "003-errors-3", "003-errors-4")
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_error_says_where_it_happened(kind: type[QueueError]) -> None:
     if kind is PartialSend:
@@ -105,6 +106,7 @@ def test_a_copy_of_a_signal_asks_for_the_same(
     }
 
 
+@pytest.mark.proves("003-errors-3")
 def test_the_cause_is_what_was_given_or_what_the_error_was_raised_from() -> None:
     refused = OSError("refused")
     assert QueueError("x", cause=refused).__cause__ is refused
@@ -114,6 +116,7 @@ def test_the_cause_is_what_was_given_or_what_the_error_was_raised_from() -> None
     assert QueueError("x").cause is None
 
 
+@pytest.mark.proves("003-errors-4")
 def test_located_fills_in_only_what_is_unknown() -> None:
     error = QueueError("x", queue="orders")
     assert error.located(backend="native", queue="other", message_id="1") is error
@@ -154,6 +157,7 @@ def test_signals_have_a_text_without_being_given_one() -> None:
     assert str(BatchError({"1": KeyError(), "2": KeyError()})) == "2 of the batch failed"
 
 
+@pytest.mark.proves("003-errors-2", "003-docs-6")
 def test_every_error_is_exported_and_in_the_tree_of_the_docstring() -> None:
     for name in errors.__all__:
         assert getattr(qkit, name) is getattr(errors, name)

@@ -145,6 +145,7 @@ async def test_a_handler_that_does_not_ask_for_the_body_takes_any_bytes(clock):
     assert backend.of("ack") == [("ack", "1")]
 
 
+@pytest.mark.proves("003-speed-9")
 async def test_a_compressed_body_reaches_the_handler_and_the_message_unpacked(clock):
     calls = Calls()
 
@@ -553,6 +554,7 @@ class Failing:
         return [later - earlier for earlier, later in itertools.pairwise(self.times)]
 
 
+@pytest.mark.proves("003-retry-1", "003-retry-5")
 @pytest.mark.parametrize("mode", ["release", "inline"])
 async def test_a_failing_message_is_tried_with_exact_backoff_and_then_buried(clock, mode):
     failing = Failing(clock, ValueError("one"), ValueError("two"), KeyError("three"))

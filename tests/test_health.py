@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import Event, Events, Reconnected, StateChanged
-from qkit.observability.health import MAX_CHANNELS, OTHER, Connection, ConnectionState, Counters
+from qkit.observability.metrics import MAX_CHANNELS, OVERFLOW_CHANNEL, Counters
 
 
 class HandClock:
@@ -34,21 +35,22 @@ def heard() -> list[Event]:
 
 
 @pytest.fixture
-def connection(clock: HandClock, heard: list[Event]) -> Connection:
+def connection(clock: HandClock, heard: list[Event]) -> ConnectionTracker:
     events = Events()
     events.on("state_change", heard.append)
     events.on("reconnected", heard.append)
-    return Connection(events, clock, "faulty")
+    return ConnectionTracker(events, clock, "faulty")
 
 
 # -- counters --------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-health-13")
 def test_totals_are_the_sums_of_the_channels() -> None:
     counters = Counters()
     for name, number in (("orders", 1), ("audit", 10)):
         for field in ("sent", "received", "failed", "retried", "dead_lettered", "in_flight"):
-            setattr(counters.of(name), field, number)
+            setattr(counters.for_channel(name), field, number)
     metrics = counters.snapshot()
     totals = {name: value for name, value in asdict(metrics).items() if "channels" not in name}
     assert totals == dict.fromkeys(totals, 11)
@@ -56,10 +58,11 @@ def test_totals_are_the_sums_of_the_channels() -> None:
     assert metrics.channels["audit"].messages_dead_lettered == 10
 
 
+@pytest.mark.proves("003-health-12")
 def test_a_snapshot_does_not_change() -> None:
     counters = Counters()
     before = counters.snapshot()
-    counters.of("orders").sent += 1
+    counters.for_channel("orders").sent += 1
     assert before.messages_sent == 0
     assert counters.snapshot().messages_sent == 1
 
@@ -67,82 +70,87 @@ def test_a_snapshot_does_not_change() -> None:
 def test_beyond_a_thousand_channels_the_rest_is_counted_together() -> None:
     counters = Counters()
     for number in range(MAX_CHANNELS + 500):
-        counters.of(f"channel-{number}").sent += 1
-    counters.of("channel-0").sent += 1
+        counters.for_channel(f"channel-{number}").sent += 1
+    counters.for_channel("channel-0").sent += 1
     metrics = counters.snapshot()
     assert len(metrics.channels) == MAX_CHANNELS + 1
     assert metrics.channels["channel-0"].messages_sent == 2
-    assert metrics.channels[OTHER].messages_sent == 500
+    assert metrics.channels[OVERFLOW_CHANNEL].messages_sent == 500
     assert metrics.messages_sent == MAX_CHANNELS + 501
 
 
 # -- the connection --------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-health-6")
 def test_a_failure_disconnects_and_says_since_when_and_why(
-    connection: Connection, clock: HandClock, heard: list[Event]
+    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
 ) -> None:
-    connection.move(ConnectionState.CONNECTED)
+    connection.transition_to(ConnectionState.CONNECTED)
     heard.clear()
-    connection.failed(ConnectionError("refused"))
+    connection.record_failure(ConnectionError("refused"))
     assert connection.state is ConnectionState.DISCONNECTED
     assert connection.last_error == "ConnectionError: refused"
     assert connection.disconnected_at == clock.time()
     assert heard == [StateChanged("connected", "disconnected", "ConnectionError: refused")]
 
 
+@pytest.mark.proves("003-health-7")
 def test_more_failures_change_the_error_and_not_the_time(
-    connection: Connection, clock: HandClock, heard: list[Event]
+    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
 ) -> None:
-    connection.move(ConnectionState.CONNECTED)
-    connection.failed(ConnectionError("refused"))
+    connection.transition_to(ConnectionState.CONNECTED)
+    connection.record_failure(ConnectionError("refused"))
     since = clock.time()
     clock.now += 5
-    connection.failed(ConnectionError("still refused"))
+    connection.record_failure(ConnectionError("still refused"))
     assert connection.last_error == "ConnectionError: still refused"
     assert connection.disconnected_at == since
     assert len(heard) == 2
 
 
 def test_when_it_works_again_that_is_told_with_the_time_it_took(
-    connection: Connection, clock: HandClock, heard: list[Event]
+    connection: ConnectionTracker, clock: HandClock, heard: list[Event]
 ) -> None:
-    connection.move(ConnectionState.CONNECTED)
-    connection.failed(ConnectionError("refused"))
+    connection.transition_to(ConnectionState.CONNECTED)
+    connection.record_failure(ConnectionError("refused"))
     heard.clear()
     clock.now += 12.5
-    connection.worked()
-    connection.worked()
+    connection.record_success()
+    connection.record_success()
     assert heard == [StateChanged("disconnected", "connected"), Reconnected(12.5)]
     assert connection.disconnected_at is None
 
 
-def test_a_first_connection_is_no_reconnection(connection: Connection, heard: list[Event]) -> None:
-    connection.move(ConnectionState.CONNECTING)
-    connection.failed(ConnectionError("refused"))
+def test_a_first_connection_is_no_reconnection(
+    connection: ConnectionTracker, heard: list[Event]
+) -> None:
+    connection.transition_to(ConnectionState.CONNECTING)
+    connection.record_failure(ConnectionError("refused"))
     assert connection.disconnected_at is not None
-    connection.move(ConnectionState.CONNECTING)
-    connection.move(ConnectionState.CONNECTED)
+    connection.transition_to(ConnectionState.CONNECTING)
+    connection.transition_to(ConnectionState.CONNECTED)
     assert not any(isinstance(event, Reconnected) for event in heard)
 
 
 def test_what_happens_while_it_closes_does_not_open_it_again(
-    connection: Connection, heard: list[Event]
+    connection: ConnectionTracker, heard: list[Event]
 ) -> None:
-    connection.move(ConnectionState.CONNECTED)
-    connection.move(ConnectionState.CLOSING)
-    connection.failed(ConnectionError("refused"))
-    connection.worked()
+    connection.transition_to(ConnectionState.CONNECTED)
+    connection.transition_to(ConnectionState.CLOSING)
+    connection.record_failure(ConnectionError("refused"))
+    connection.record_success()
     assert connection.state is ConnectionState.CLOSING
 
 
+@pytest.mark.proves("003-health-10")
 def test_every_transition_is_logged_with_its_fields(
-    connection: Connection, caplog: pytest.LogCaptureFixture
+    connection: ConnectionTracker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "qkit")
-    connection.move(ConnectionState.CONNECTED)
-    connection.move(ConnectionState.CONNECTED)
-    connection.failed(ConnectionError("refused"))
+    connection.transition_to(ConnectionState.CONNECTED)
+    connection.transition_to(ConnectionState.CONNECTED)
+    connection.record_failure(ConnectionError("refused"))
     assert [record.getMessage() for record in caplog.records] == [
         "connection to faulty: disconnected -> connected",
         "connection to faulty: connected -> disconnected",
@@ -153,6 +161,9 @@ def test_every_transition_is_logged_with_its_fields(
     assert fields["error"] == "ConnectionError: refused"
 
 
-def test_carrying_a_message_is_the_last_success(connection: Connection, clock: HandClock) -> None:
-    connection.carried()
+@pytest.mark.proves("003-health-4")
+def test_carrying_a_message_is_the_last_success(
+    connection: ConnectionTracker, clock: HandClock
+) -> None:
+    connection.record_message()
     assert connection.last_success_at == clock.time()

@@ -57,6 +57,7 @@ def extra_seconds(base: str, whole: str, environment: dict[str, str]) -> float:
     return least[whole] - least[base]
 
 
+@pytest.mark.proves("002-place-2")
 @pytest.mark.slow
 def test_importing_it_costs_little_more_than_pydantic(environment: dict[str, str]) -> None:
     assert extra_seconds("import pydantic", "import qkit", environment) <= LIMIT

@@ -1,12 +1,12 @@
-"""The intake: whose turn it is, lanes by key, batches, and taking deliveries back."""
+"""The buffer: whose turn it is, lanes by key, batches, and taking deliveries back."""
 
 from __future__ import annotations
 
 import asyncio
 
 from qkit.backend import Delivery
-from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import Job
+from qkit.consuming.delivery_buffer import DeliveryBuffer
+from qkit.consuming.job import Job
 from qkit.message import Envelope
 
 
@@ -22,15 +22,15 @@ def names(jobs: list[Job]) -> list[str]:
     return [job.delivery.envelope.id for job in jobs]
 
 
-def make(*, lanes: bool = False) -> Intake:
-    return Intake(lanes=lanes, drained=lambda: None)
+def make(*, lanes: bool = False) -> DeliveryBuffer:
+    return DeliveryBuffer(lanes=lanes, on_empty=lambda: None)
 
 
-async def taken(intake: Intake) -> list[Job]:
+async def taken(buffer: DeliveryBuffer) -> list[Job]:
     """What workers could take right now."""
     found = []
-    while not intake.empty:
-        job = await intake.next()
+    while buffer.ready:
+        job = await buffer.next()
         assert job is not None
         found.append(job)
     return found
@@ -42,39 +42,39 @@ async def settle() -> None:
 
 
 async def test_deliveries_are_taken_in_order_and_held_until_finished():
-    intake = make()
-    intake.take(deliveries("-1", "-2"))
-    first, second = await taken(intake)
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    first, second = await taken(buffer)
     assert names([first, second]) == ["-1", "-2"]
-    intake.finish(first)
-    assert intake.held == {second}
+    buffer.finish(first)
+    assert buffer.held == {second}
 
 
 async def test_a_parked_worker_gets_the_next_delivery_and_none_when_closed():
-    intake = make()
-    workers = [asyncio.create_task(intake.next()) for _ in range(3)]
+    buffer = make()
+    workers = [asyncio.create_task(buffer.next()) for _ in range(3)]
     await settle()
-    intake.take(deliveries("-1"))
+    buffer.add(deliveries("-1"))
     await settle()
     assert [worker.done() for worker in workers] == [True, False, False]
-    intake.close()
+    buffer.close()
     assert await workers[1] is None
     assert await workers[2] is None
 
 
 async def test_a_closed_intake_still_hands_out_what_is_ready():
-    intake = make()
-    intake.take(deliveries("-1"))
-    intake.close()
-    assert await intake.next() is not None
-    assert await intake.next() is None
+    buffer = make()
+    buffer.add(deliveries("-1"))
+    buffer.close()
+    assert await buffer.next() is not None
+    assert await buffer.next() is None
 
 
 async def test_a_wake_up_is_not_lost_when_the_woken_worker_is_cancelled():
-    intake = make()
-    first, second = (asyncio.create_task(intake.next()) for _ in range(2))
+    buffer = make()
+    first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
     await settle()
-    intake.take(deliveries("-1"))
+    buffer.add(deliveries("-1"))
     first.cancel()  # woken, but cancelled before it could run
     job = await asyncio.wait_for(second, 1)
     assert job is not None
@@ -82,22 +82,22 @@ async def test_a_wake_up_is_not_lost_when_the_woken_worker_is_cancelled():
 
 
 async def test_a_worker_cancelled_while_it_waits_is_not_woken_instead_of_another():
-    intake = make()
-    first, second = (asyncio.create_task(intake.next()) for _ in range(2))
+    buffer = make()
+    first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
     await settle()
     first.cancel()
     await settle()
-    intake.take(deliveries("-1"))
+    buffer.add(deliveries("-1"))
     assert await asyncio.wait_for(second, 1) is not None
 
 
 async def test_the_fetcher_hears_when_the_last_delivery_is_taken():
     heard: list[int] = []
-    intake = Intake(lanes=False, drained=lambda: heard.append(1))
-    intake.take(deliveries("-1", "-2"))
-    await intake.next()
+    buffer = DeliveryBuffer(lanes=False, on_empty=lambda: heard.append(1))
+    buffer.add(deliveries("-1", "-2"))
+    await buffer.next()
     assert heard == []
-    await intake.next()
+    await buffer.next()
     assert heard == [1]
 
 
@@ -105,125 +105,125 @@ async def test_the_fetcher_hears_when_the_last_delivery_is_taken():
 
 
 async def test_one_delivery_of_a_key_is_offered_at_a_time():
-    intake = make(lanes=True)
-    intake.take(deliveries("a1", "a2", "b1", "-1", "-2", "a3"))
-    first = await taken(intake)
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2", "b1", "-1", "-2", "a3"))
+    first = await taken(buffer)
     assert names(first) == ["a1", "b1", "-1", "-2"]
-    intake.finish(first[1])
-    assert await taken(intake) == []
-    intake.finish(first[0])
-    (second,) = await taken(intake)
+    buffer.finish(first[1])
+    assert await taken(buffer) == []
+    buffer.finish(first[0])
+    (second,) = await taken(buffer)
     assert names([second]) == ["a2"]
-    intake.finish(second)
-    (third,) = await taken(intake)
-    intake.finish(third)
-    intake.take(deliveries("a4"))
-    assert names(await taken(intake)) == ["a4"]
+    buffer.finish(second)
+    (third,) = await taken(buffer)
+    buffer.finish(third)
+    buffer.add(deliveries("a4"))
+    assert names(await taken(buffer)) == ["a4"]
 
 
 async def test_without_lanes_a_key_means_nothing():
-    intake = make()
-    intake.take(deliveries("a1", "a2"))
-    jobs = await taken(intake)
+    buffer = make()
+    buffer.add(deliveries("a1", "a2"))
+    jobs = await taken(buffer)
     assert names(jobs) == ["a1", "a2"]
-    intake.finish(jobs[0])
-    assert intake.held == {jobs[1]}
+    buffer.finish(jobs[0])
+    assert buffer.held == {jobs[1]}
 
 
 async def test_withdrawing_takes_all_that_has_not_started():
-    intake = make(lanes=True)
-    intake.take(deliveries("a1", "a2", "b1", "b2", "-1"))
-    started = await intake.next()
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2", "b1", "b2", "-1"))
+    started = await buffer.next()
     assert started is not None
-    back = intake.withdraw()
+    back = buffer.withdraw()
     assert sorted(names(back)) == ["-1", "a2", "b1", "b2"]
-    assert len(intake.held) == 5  # still held until each is released
-    assert intake.empty
+    assert len(buffer.held) == 5  # still held until each is released
+    assert not buffer.ready
     for job in back:
-        intake.finish(job)
-    assert intake.held == {started}
-    assert await taken(intake) == []
+        buffer.finish(job)
+    assert buffer.held == {started}
+    assert await taken(buffer) == []
 
 
 async def test_a_lane_stays_closed_behind_a_running_delivery_when_others_are_withdrawn():
-    intake = make(lanes=True)
-    intake.take(deliveries("a1", "a2"))
-    running = await intake.next()
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2"))
+    running = await buffer.next()
     assert running is not None
-    for job in intake.withdraw():
-        intake.finish(job)
-    intake.take(deliveries("a2"))  # it comes again while a1 still runs
-    assert await taken(intake) == []
-    intake.finish(running)
-    assert names(await taken(intake)) == ["a2"]
+    for job in buffer.withdraw():
+        buffer.finish(job)
+    buffer.add(deliveries("a2"))  # it comes again while a1 still runs
+    assert await taken(buffer) == []
+    buffer.finish(running)
+    assert names(await taken(buffer)) == ["a2"]
 
 
 async def test_withdrawn_deliveries_of_a_finished_lane_open_nothing():
-    intake = make(lanes=True)
-    intake.take(deliveries("a1", "a2"))
-    running = await intake.next()
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2"))
+    running = await buffer.next()
     assert running is not None
-    (withdrawn,) = intake.withdraw()
-    intake.finish(running)
-    intake.finish(withdrawn)
-    assert intake.empty
-    assert intake.held == set()
+    (withdrawn,) = buffer.withdraw()
+    buffer.finish(running)
+    buffer.finish(withdrawn)
+    assert not buffer.ready
+    assert buffer.held == set()
 
 
 # -- batches -----------------------------------------------------------------------------------
 
 
 async def test_a_full_batch_does_not_wait(clock):
-    intake = make()
-    intake.take(deliveries("-1", "-2", "-3"))
+    buffer = make()
+    buffer.add(deliveries("-1", "-2", "-3"))
     before = clock.monotonic()
-    assert names(await intake.next_batch(2, 5.0)) == ["-1", "-2"]
+    assert names(await buffer.next_batch(2, 5.0)) == ["-1", "-2"]
     assert clock.monotonic() == before
 
 
 async def test_a_batch_waits_from_its_first_delivery_on(clock):
-    intake = make()
-    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
+    buffer = make()
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
     await clock.advance(100)
     start = clock.monotonic()
-    intake.take(deliveries("-1"))
+    buffer.add(deliveries("-1"))
     await clock.advance(4)
-    intake.take(deliveries("-2"))
+    buffer.add(deliveries("-2"))
     assert names(await gathering) == ["-1", "-2"]
     assert clock.monotonic() - start == 5.0
 
 
 async def test_a_batch_that_may_not_wait_is_what_is_there():
-    intake = make()
-    intake.take(deliveries("-1", "-2"))
-    assert names(await intake.next_batch(10, 0)) == ["-1", "-2"]
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    assert names(await buffer.next_batch(10, 0)) == ["-1", "-2"]
 
 
 async def test_closing_ends_the_wait_of_a_batch(clock):
-    intake = make()
-    intake.take(deliveries("-1"))
-    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
+    buffer = make()
+    buffer.add(deliveries("-1"))
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
     await settle()
     before = clock.monotonic()
-    intake.close()
+    buffer.close()
     assert names(await gathering) == ["-1"]
     assert clock.monotonic() == before
-    assert await intake.next_batch(10, 5.0) == []
+    assert await buffer.next_batch(10, 5.0) == []
 
 
 async def test_a_batch_that_gathers_can_be_withdrawn_and_begins_anew(clock):
-    intake = make()
-    intake.take(deliveries("-1", "-2"))
-    gathering = asyncio.create_task(intake.next_batch(10, 5.0))
-    other = asyncio.create_task(intake.next_batch(10, 5.0))
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
+    other = asyncio.create_task(buffer.next_batch(10, 5.0))
     await settle()
-    back = intake.withdraw()
+    back = buffer.withdraw()
     assert names(back) == ["-1", "-2"]
     await clock.advance(10)
     assert not gathering.done()
     assert not other.done()
-    intake.take(deliveries("-3", "-4"))
+    buffer.add(deliveries("-3", "-4"))
     done, _ = await asyncio.wait({gathering, other}, timeout=20)
     assert sorted(name for task in done for name in names(task.result())) == ["-3", "-4"]
-    intake.close()
+    buffer.close()
     await asyncio.wait({gathering, other})

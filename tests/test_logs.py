@@ -27,6 +27,7 @@ def record(message: str = "retrying %s", *args: object, **extra: object) -> logg
     )
 
 
+@pytest.mark.proves("003-errors-5", "003-errors-6")
 def test_a_record_is_an_object_with_time_level_message_and_its_fields() -> None:
     written = line(record("retrying %s", "it", queue="orders", consumer="c", attempt=2))
     moment = datetime.fromisoformat(str(written.pop("timestamp")))
@@ -41,6 +42,7 @@ def test_a_record_is_an_object_with_time_level_message_and_its_fields() -> None:
     }
 
 
+@pytest.mark.proves("003-errors-6")
 def test_a_failure_carries_its_stack() -> None:
     failed = record("failed")
     try:

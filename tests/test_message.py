@@ -10,21 +10,11 @@ import uuid
 
 import pytest
 
+from qkit._internal.ids import new_id, sent_at
+from qkit._internal.names import check_headers, check_name
+from qkit._internal.text import MAX_ERROR_TEXT
 from qkit.errors import InvalidHeader, InvalidName
-from qkit.message import (
-    FIRST_FAILED_AT,
-    GROUP,
-    MAX_ERROR_TEXT,
-    DeadLetter,
-    Envelope,
-    Message,
-    Reason,
-    check_headers,
-    check_name,
-    new_id,
-    sent_at,
-    trace_id,
-)
+from qkit.message import FIRST_FAILED_AT, GROUP, DeadLetter, Envelope, Message, Reason, trace_id
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -44,6 +34,7 @@ def test_ids_are_version_7_uuids() -> None:
         assert parsed.variant == uuid.RFC_4122
 
 
+@pytest.mark.proves("000-structures-3")
 def test_an_id_tells_when_it_was_made() -> None:
     before = time.time()
     made = sent_at(new_id())
@@ -58,6 +49,7 @@ def test_ids_still_sort_when_the_wall_clock_is_set_back() -> None:
     assert new_id() < new_id(an_hour_ago) < new_id(an_hour_ago) < new_id()
 
 
+@pytest.mark.proves("000-publish-7")
 def test_ids_are_unique_across_threads() -> None:
     found: list[list[str]] = [[] for _ in range(8)]
     together = threading.Barrier(len(found))
@@ -245,6 +237,7 @@ def dead(
     )
 
 
+@pytest.mark.proves("003-dlq-9")
 @pytest.mark.parametrize("group", [None, "billing"])
 @pytest.mark.parametrize("error", [None, ValueError("negative total")])
 def test_a_dead_letter_reads_back_as_it_was_written(

@@ -53,6 +53,7 @@ async def test_a_third_partys_backend_is_found_by_its_entry_point() -> None:
     assert service._backend.prefix == "staging."  # type: ignore[attr-defined]
 
 
+@pytest.mark.proves("003-config-2", "003-config-3", "003-config-4")
 def test_an_unknown_type_lists_the_right_ones_and_connects_to_nothing() -> None:
     with pytest.raises(ConfigError) as caught:
         QueueService(Settings(type="rabbit"))

@@ -75,6 +75,7 @@ async def test_a_bad_option_is_refused_before_anything_leaves(
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.proves("003-errors-4")
 async def test_a_refusal_says_where(virtual_clock: VirtualClock) -> None:
     with pytest.raises(InvalidPriority) as caught:
         await send(FaultyBackend(virtual_clock), virtual_clock, priority=10)
@@ -90,6 +91,7 @@ async def test_bodies_that_cannot_travel_are_refused(virtual_clock: VirtualClock
     assert backend.count("publish") == 0
 
 
+@pytest.mark.proves("000-publish-5", "002-improvements-5", "002-improvements-6")
 async def test_delay_and_ttl_run_from_the_send(virtual_clock: VirtualClock) -> None:
     _, sent, envelope = await send(FaultyBackend(virtual_clock), virtual_clock, delay=2.5, ttl=60)
     assert (envelope.not_before, envelope.expires_at) == (EPOCH + 2.5, EPOCH + 60)

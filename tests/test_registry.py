@@ -52,6 +52,7 @@ def test_a_decorated_function_stays_the_function_it_was():
     assert consume(handle) is handle
 
 
+@pytest.mark.proves("003-types-1", "003-types-4")
 def test_the_metadata_of_a_handler_is_public():
     @consume("orders", group="billing", concurrency=4, timeout=2, batch_size=5, batch_wait=0.1)
     async def handle(orders: list[Order]) -> None: ...
@@ -62,10 +63,11 @@ def test_the_metadata_of_a_handler_is_public():
     assert metadata.channel.name == "orders"
     assert (metadata.group, metadata.concurrency, metadata.timeout) == ("billing", 4, 2)
     assert (metadata.batch_size, metadata.batch_wait) == (5, 0.1)
-    assert metadata.place.startswith(__file__)
+    assert metadata.location.startswith(__file__)
     assert ConsumeMetadata.of(len) is None
 
 
+@pytest.mark.proves("003-types-2")
 def test_the_metadata_of_a_class_is_public_and_inherited():
     @channel("orders", prefetch=3)
     class Orders: ...
@@ -77,7 +79,7 @@ def test_the_metadata_of_a_class_is_public_and_inherited():
         assert metadata is not None
         assert metadata.channel.options == {"prefetch": 3}
         assert metadata.owner.endswith("Orders")
-        assert metadata.place.startswith(__file__)
+        assert metadata.location.startswith(__file__)
     assert QueueMetadata.of(dict) is None
 
 
@@ -466,6 +468,7 @@ def test_sends_are_checked_against_the_declared_type_or_else_the_handlers():
 # -- parameters --------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-types-5")
 def test_each_parameter_says_how_it_is_filled():
     @consume("orders")
     def handle(

@@ -1,119 +1,106 @@
-"""docs/requirements.toml: every requirement is proven by tests that exist and run, or planned."""
+"""docs/requirements.toml, the tests marked `proves` and docs/requirements.md agree."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.requirements import ROOT, mapped_tests, requirements
-
-FIELDS = {"id", "seed", "section", "text", "tests", "planned"}
-LATER = {"native engine, complete", "brokers", "Spark", "command line and web"}
-# Expected to fail, or left out by the default `-m`: as little proof as a skip.
-NO_PROOF = {"skip", "skipif", "xfail", "torture"}
+ROOT = Path(__file__).parent.parent
+SCRIPT = "scripts/requirements"
 
 
-def test_every_entry_is_whole() -> None:
-    for entry in requirements():
-        assert set(entry) <= FIELDS, entry
-        assert all(entry[name].strip() for name in ("id", "seed", "section", "text")), entry
-        assert re.fullmatch(rf"{entry['seed']}-[a-z]+-[1-9]\d*", entry["id"]), entry
-        assert entry.get("tests") or entry.get("planned"), f"{entry['id']}: tests or planned"
-        assert entry.get("planned", "brokers") in LATER, entry
-        tests = entry.get("tests", [])
-        assert len(tests) == len(set(tests)), f"{entry['id']} names a test twice"
+def run(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_ids_are_unique_and_sections_stand_together() -> None:
-    counts = Counter(entry["id"] for entry in requirements())
-    assert [name for name, count in counts.items() if count > 1] == []
-    runs: list[tuple[str, str]] = []
-    for entry in requirements():
-        section = (entry["seed"], entry["section"])
-        if runs[-1:] != [section]:
-            runs.append(section)
-    assert len(runs) == len(set(runs))
-
-
-def test_every_seed_is_there() -> None:
-    assert {entry["seed"] for entry in requirements()} == {"000", "001", "002", "003", "004"}
-
-
-def test_the_page_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "requirements"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_each_line_is_proven_and_the_page_is_up_to_date() -> None:
+    done = run(ROOT, "--check")
     assert done.returncode == 0, done.stderr
 
 
-def find(test: str) -> list[Any]:
-    """The module, class and function of a test; importing is a tenth of the cost of collecting."""
-    path, *names = test.split("::")
-    found: list[Any] = [importlib.import_module(path.removesuffix(".py").replace("/", "."))]
-    for name in names:
-        found.append(getattr(found[-1], name))
-    return found
+FILES = {
+    "docs/requirements.toml": """
+[bench]
+000-a-4 = "memory.rate"
+[planned]
+000-a-5 = "later"
+[000."Section"]
+000-a-1 = "On a test."
+000-a-2 = "On a class."
+000-a-3 = "On a module."
+000-a-4 = "Measured."
+000-a-5 = "Not yet."
+000-a-6 = "By a scenario."
+""",
+    "tests/test_some.py": """
+import pytest
+pytestmark = [pytest.mark.slow, pytest.mark.proves("000-a-3")]
+@pytest.mark.proves("000-a-2")
+class TestSome:
+    @pytest.mark.proves("000-a-1")
+    async def test_a(self): ...
+""",
+    "tests/conformance/proofs.py": 'PROOFS = {"test_b": ("000-a-6",)}',
+    "src/qkit/conformance/some.py": "async def test_b(self): ...",
+    "benchmarks/some.py": 'Figure("memory.rate")',
+}
 
 
-def marks(item: Any) -> set[str]:
-    own = getattr(item, "pytestmark", [])
-    return {mark.name for mark in (own if isinstance(own, list) else [own])}
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A small project in which everything agrees."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / SCRIPT).parent.mkdir()
+    shutil.copy(ROOT / SCRIPT, tmp_path / SCRIPT)
+    assert run(tmp_path).returncode == 0
+    assert run(tmp_path, "--check").returncode == 0
+    return tmp_path
 
 
-def fault(test: str) -> str | None:
-    try:
-        _, *classes, function = found = find(test)
-    except (AttributeError, ImportError, FileNotFoundError) as error:
-        return f"does not exist: {error}"
-    names = [Path(test.partition("::")[0]).name, function.__name__]
-    if not all(name.startswith("test_") for name in names) or not callable(function):
-        return "is no test"
-    if not all(item.__name__.startswith("Test") for item in classes):
-        return "is in a class that is not collected"
-    if hollow := NO_PROOF & {mark for item in found for mark in marks(item)}:
-        return f"is marked {', '.join(hollow)}"
-    needs = getattr(function, "__qkit_requires__", ())
-    if lacks := [feature for feature in needs if not classes[-1].column.supports(feature)]:
-        return f"is skipped: the backend lacks {', '.join(lacks)}"
-    return None
-
-
-def test_every_mapped_test_exists_and_is_not_skipped() -> None:
-    faults = {test: fault(test) for test in sorted(mapped_tests())}
-    assert {test: why for test, why in faults.items() if why} == {}
-
-
-def test_a_wrong_mapping_is_noticed() -> None:
-    conformance = "tests/conformance/test_native_memory.py::TestNativeInMemory::"
-    refusing = "tests/conformance/test_refusals.py::"
-    assert "does not exist" in (fault("tests/test_nowhere.py::test_a") or "")
-    assert "does not exist" in (fault("tests/test_requirements.py::test_a") or "")
-    assert "does not exist" in (fault(f"{conformance}test_a") or "")
-    assert "no test" in (fault("tests/test_requirements.py::fault") or "")
-    assert "not collected" in (
-        fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
-    )
-    assert "torture" in (
-        fault("tests/native/test_model.py::test_a_queue_does_what_its_model_does_at_length") or ""
-    )
-    assert fault(f"{conformance}test_start_is_idempotent") is None
+@pytest.mark.parametrize(
+    ("file", "old", "new", "fault"),
+    [
+        ("tests/test_some.py", "000-a-1", "000-a-9", "test_a proves 000-a-9, which"),
+        ("tests/test_some.py", '"000-a-1"', "", "no test proves 000-a-1"),
+        ("tests/test_some.py", '"000-a-2"', "", "no test proves 000-a-2"),
+        ("tests/test_some.py", '"000-a-3"', "", "no test proves 000-a-3"),
+        ("tests/test_some.py", "test_a", "helper", "test_some.py:6: `proves` marks no test"),
+        ("tests/conformance/proofs.py", "test_b", "test_c", "no scenario is named test_c"),
+        ("tests/conformance/proofs.py", "000-a-6", "000-b-6", "test_b proves 000-b-6, which"),
+        ("docs/requirements.toml", "test.", "test!", "docs/requirements.md is out of date"),
+        ("docs/requirements.toml", "memory.rate", "memory.size", "no benchmark is named"),
+        ("docs/requirements.toml", '5 = "later"', '9 = "later"', "[planned] 000-a-9: unknown"),
+        ("docs/requirements.toml", '"later"', '""', "[planned] 000-a-5: unknown id"),
+        ("docs/requirements.toml", '000-a-5 = "N', '001-a-5 = "N', "001-a-5: id used twice"),
+    ],
+)
+def test_a_fault_is_named(tree: Path, file: str, old: str, new: str, fault: str) -> None:
+    assert old in FILES[file]
+    (tree / file).write_text(FILES[file].replace(old, new))
+    done = run(tree, "--check")
+    assert done.returncode == 1
+    assert fault in done.stderr
 
 
 SUITE = """
 import pytest
 
+@pytest.mark.proves("one-of-two")
 @pytest.mark.parametrize("case", [1, 2])
 def test_some_cases(case):
     if case == 1:
         pytest.skip("one of two")
 
+@pytest.mark.proves("all")
 @pytest.mark.parametrize("case", [1, 2])
 def test_no_case(case):
     pytest.skip("all of them")
@@ -122,42 +109,77 @@ def test_no_case(case):
 def broker():
     pytest.skip("no broker")
 
+@pytest.mark.proves("in-a-fixture", "elsewhere")
 def test_in_a_fixture(broker): ...
 
-def test_not_mapped():
-    pytest.skip("nobody minds")
+@pytest.mark.proves("elsewhere")
+def test_elsewhere(): ...
+
+@pytest.mark.proves("expected-to-fail")
+@pytest.mark.xfail
+def test_expected_to_fail():
+    assert False
+
+@pytest.mark.proves("deselected")
+@pytest.mark.torture
+def test_deselected(): ...
+"""
+INI = """
+[pytest]
+testpaths = .
+addopts = -m "not torture"
+markers =
+    proves
+    torture
 """
 PLUGIN = """
 import tests.support.requirements as module
 
-names = ["test_some_cases", "test_no_case", "test_in_a_fixture"]
-module.mapped_tests = lambda: {f"test_suite.py::{name}" for name in names}
+module.need_tests = lambda: {
+    *("one-of-two", "elsewhere"),
+    *("all", "in-a-fixture", "expected-to-fail", "deselected", "without-test"),
+}
 
 def pytest_configure(config):
     config.pluginmanager.register(module.SkippedProofs())
 """
+UNPROVEN = {"all", "in-a-fixture", "expected-to-fail", "deselected", "without-test"}
 
 
 @pytest.mark.parametrize(
-    ("variables", "fails"),
-    [({"CI": "true"}, True), ({"QKIT_REQUIRE_BROKERS": "1"}, True), ({}, False)],
-    ids=["CI", "brokers required", "laptop"],
+    ("variable", "arguments", "fails"),
+    [
+        ("CI=true", [], True),
+        ("CI=true", ["-n", "2"], True),
+        ("QKIT_REQUIRE_BROKERS=1", [], True),
+        ("CI=", [], False),
+        ("CI=true", ["test_suite.py"], False),
+        ("CI=true", ["-k", "test"], False),
+        ("CI=true", ["-m", "proves"], False),
+        ("CI=true", ["--collect-only"], False),
+    ],
+    ids=["CI", "side by side", "brokers required", "laptop", "path", "-k", "-m", "collected"],
 )
-def test_a_mapped_test_that_only_skipped_fails_the_run(
-    tmp_path: Path, variables: dict[str, str], fails: bool
+def test_a_line_of_which_no_test_ran_fails_a_complete_run(
+    tmp_path: Path, variable: str, arguments: list[str], fails: bool
 ) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
     (tmp_path / "conftest.py").write_text(PLUGIN)
+    (tmp_path / "pytest.ini").write_text(INI)
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in {"CI", "QKIT_REQUIRE_BROKERS"} and not name.startswith("COV")
+        if name not in {"CI", "QKIT_REQUIRE_BROKERS"} and not name.startswith(("COV", "PYTEST"))
     }
-    environment |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}
+    name, _, value = variable.partition("=")
+    environment |= {name: value, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", "."],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist.plugin"),
+            *arguments,
+        ],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
-    told = set(re.findall(r"^test_suite\.py::(\w+)$", done.stdout, re.MULTILINE))
-    assert told == ({"test_no_case", "test_in_a_fixture"} if fails else set())
+    told = set(re.findall(r"^[a-z-]+$", done.stdout, re.MULTILINE))
+    assert told == (UNPROVEN if fails else set())

@@ -23,6 +23,7 @@ async def engine(clock: VirtualClock) -> AsyncIterator[Engine]:
         yield engine
 
 
+@pytest.mark.proves("001-overview-7", "001-reaper-4", "001-reaper-5")
 async def test_a_message_that_fails_five_times_is_moved_to_the_dead_letter_queue(
     engine: Engine, clock: VirtualClock
 ) -> None:
@@ -41,6 +42,7 @@ async def test_a_message_that_fails_five_times_is_moved_to_the_dead_letter_queue
     assert (await engine.stats("tasks_dlq")).depth == 1
 
 
+@pytest.mark.proves("000-consume-4", "000-config-1")
 async def test_a_lease_lasts_thirty_seconds_unless_told(
     engine: Engine, clock: VirtualClock
 ) -> None:
@@ -53,6 +55,7 @@ async def test_a_lease_lasts_thirty_seconds_unless_told(
     assert await engine.consume("tasks") is not None
 
 
+@pytest.mark.proves("000-config-2", "000-config-4", "000-config-6")
 def test_the_engine_has_the_defaults_of_its_seed() -> None:
     config = QueueConfig()
     assert (config.ack_deadline, config.max_depth, config.max_priority) == (30.0, 100_000, 9)
@@ -62,6 +65,7 @@ def test_the_engine_has_the_defaults_of_its_seed() -> None:
     assert create["dead_letter"].default is True
 
 
+@pytest.mark.proves("002-testing-13", "002-pitfalls-3", "004-actors-7")
 async def test_of_acks_at_the_same_time_one_counts(engine: Engine) -> None:
     await engine.create("tasks")
     await engine.publish("tasks", b"x")
@@ -74,6 +78,7 @@ async def test_of_acks_at_the_same_time_one_counts(engine: Engine) -> None:
     assert (stats.acked_total, stats.in_flight, stats.depth) == (1, 0, 0)
 
 
+@pytest.mark.proves("000-figures-6", "001-concurrency-2")
 async def test_ten_thousand_queues_work_side_by_side(engine: Engine) -> None:
     names = [f"q{number:05}" for number in range(10_000)]
     for name in names:
@@ -99,6 +104,7 @@ def public_methods() -> Iterator[tuple[str, object, Callable[..., object]]]:
                 yield f"{export}.{name}", getattr(owner, name), function
 
 
+@pytest.mark.proves("003-types-3", "003-docs-1", "003-docs-2", "003-docs-3", "003-docs-4")
 @pytest.mark.parametrize(
     ("member", "function"),
     [row[1:] for row in public_methods()],

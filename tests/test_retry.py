@@ -7,13 +7,15 @@ import random
 
 import pytest
 
-from qkit._internal.retry import Backoff, RetryPolicy, persist
+from qkit._internal.retry import Backoff, retry_while_unavailable
 from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, QueueFull, Retry
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.testing.clock import VirtualClock
 
 PLAIN = Backoff(initial=1.0, multiplier=2.0, maximum=60.0)
 
 
+@pytest.mark.proves("003-retry-2", "003-retry-9", "003-retry-10")
 def test_waits_grow_exponentially_up_to_the_maximum() -> None:
     assert [PLAIN.after(n) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
@@ -94,7 +96,7 @@ async def test_persist_tries_until_the_connection_works(virtual_clock: VirtualCl
             raise outcome
         return outcome
 
-    assert await persist(call, backoff=PLAIN, note=noted.append) == "done"
+    assert await retry_while_unavailable(call, backoff=PLAIN, on_failure=noted.append) == "done"
     assert [round(later - times[0], 3) for later in times] == [0, 1, 3]
     assert [error.message for error in noted] == ["a", "b"]
 
@@ -109,7 +111,9 @@ async def test_persist_leaves_everything_else_to_the_caller(error: Exception) ->
         raise error
 
     with pytest.raises(type(error)) as caught:
-        await persist(call, backoff=PLAIN, note=lambda _: pytest.fail("noted"))
+        await retry_while_unavailable(
+            call, backoff=PLAIN, on_failure=lambda _: pytest.fail("noted")
+        )
     assert caught.value is error
     assert calls == 1
 
@@ -121,5 +125,5 @@ async def test_persist_ends_with_the_callers_deadline(virtual_clock: VirtualCloc
     started = virtual_clock.monotonic()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(10):
-            await persist(call, backoff=PLAIN, note=lambda _: None)
+            await retry_while_unavailable(call, backoff=PLAIN, on_failure=lambda _: None)
     assert virtual_clock.monotonic() - started == pytest.approx(10)

@@ -1,4 +1,4 @@
-"""Routes: a channel's declaration, the settings and the backend, put together."""
+"""RouteTable: a channel's declaration, the settings and the backend, put together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qkit.backend import Capabilities, QueueSpec, Support
 from qkit.errors import ConfigError, InvalidBody, Unsupported
 from qkit.handlers.channel import CallNext
 from qkit.handlers.registry import Handler, Registry
-from qkit.handlers.route import Routes
-from qkit.observability.health import Counters
+from qkit.handlers.route import RouteTable
+from qkit.observability.metrics import Counters
 from tests.support.backends import ScriptedBackend, can
 from tests.support.services import make_service
 
@@ -32,8 +32,8 @@ def routes(
     registry: Registry | None = None,
     backend: str = "scripted",
     **settings,
-) -> Routes:
-    return Routes(
+) -> RouteTable:
+    return RouteTable(
         Settings(**{"type": "native", **settings}),
         can() if capabilities is None else capabilities,
         registry or Registry(),
@@ -62,8 +62,9 @@ def handler(**options) -> Handler:
 # -- what is built -----------------------------------------------------------------------------
 
 
+@pytest.mark.proves("000-config-6", "003-retry-8", "003-compat-2")
 def test_a_plain_channel_gets_the_settings_defaults():
-    route = routes().of(Channel("orders"))
+    route = routes().resolve(Channel("orders"))
     assert (route.queue, route.broadcast, route.ordered, route.ttl) == (
         "orders",
         False,
@@ -78,11 +79,11 @@ def test_a_plain_channel_gets_the_settings_defaults():
 
 def test_a_sender_declares_that_a_channel_exists():
     channel = Channel("orders", ack_deadline=5, balance="round_robin")
-    assert routes().of(channel).spec == QueueSpec(name="orders", dead_letter="orders_dlq")
+    assert routes().resolve(channel).spec == QueueSpec(name="orders", dead_letter="orders_dlq")
 
 
 def test_a_consumer_declares_how_a_channel_is_consumed():
-    spec = routes(registry=handling("orders")).of(Channel("orders")).spec
+    spec = routes(registry=handling("orders")).resolve(Channel("orders")).spec
     assert spec == QueueSpec(
         name="orders",
         dead_letter="orders_dlq",
@@ -93,13 +94,14 @@ def test_a_consumer_declares_how_a_channel_is_consumed():
 
 
 def test_on_a_directory_the_owner_limits_priorities(tmp_path):
-    assert routes(path=tmp_path).of(Channel("orders")).max_priority == 255
-    assert routes(path=tmp_path).of(Channel("few", max_priority=3)).max_priority == 3
-    assert routes(max_priority=20).of(Channel("orders")).max_priority == 20
+    assert routes(path=tmp_path).resolve(Channel("orders")).max_priority == 255
+    assert routes(path=tmp_path).resolve(Channel("few", max_priority=3)).max_priority == 3
+    assert routes(max_priority=20).resolve(Channel("orders")).max_priority == 20
 
 
+@pytest.mark.proves("003-speed-1")
 def test_a_channels_own_options_come_before_the_settings():
-    found = routes(retry={"max_attempts": 7}, registry=handling("orders", broadcast=True)).of(
+    found = routes(retry={"max_attempts": 7}, registry=handling("orders", broadcast=True)).resolve(
         Channel(
             "orders",
             broadcast=True,
@@ -133,7 +135,7 @@ def test_a_channels_own_options_come_before_the_settings():
 
 
 def test_the_prefix_is_on_every_name_at_the_broker():
-    route = routes(prefix="shop.").of(Channel("orders"))
+    route = routes(prefix="shop.").resolve(Channel("orders"))
     assert (route.name, route.queue, route.spec.name) == ("orders", "shop.orders", "shop.orders")
     assert route.spec.dead_letter == "shop.orders_dlq"
     assert route.dead_letter is not None
@@ -143,7 +145,7 @@ def test_the_prefix_is_on_every_name_at_the_broker():
 def test_without_queues_every_channel_is_a_topic_but_for_the_dead_letters():
     lacking = can(queues=Support.UNSUPPORTED)
     found = routes(lacking)
-    plain, letters = found.of(Channel("orders")), found.of(Channel("orders_dlq"))
+    plain, letters = found.resolve(Channel("orders")), found.resolve(Channel("orders_dlq"))
     assert (plain.broadcast, plain.spec.broadcast) == (True, True)
     assert plain.dead_letter is not None
     assert not plain.dead_letter.broadcast
@@ -151,37 +153,37 @@ def test_without_queues_every_channel_is_a_topic_but_for_the_dead_letters():
 
 
 def test_a_passive_service_creates_nothing():
-    route = routes(declare="passive").of(Channel("orders"))
+    route = routes(declare="passive").resolve(Channel("orders"))
     assert route.spec.passive
     assert route.dead_letter is not None
     assert route.dead_letter.passive
 
 
 def test_no_dead_letters_when_they_are_switched_off():
-    assert routes(dead_letter={"enabled": False}).of(Channel("orders")).dead_letter is None
-    kept = routes(dead_letter={"enabled": False}).of(Channel("orders", dead_letter=True))
+    assert routes(dead_letter={"enabled": False}).resolve(Channel("orders")).dead_letter is None
+    kept = routes(dead_letter={"enabled": False}).resolve(Channel("orders", dead_letter=True))
     assert kept.dead_letter is not None
 
 
 def test_a_dead_letter_queue_has_no_dead_letter_queue():
-    own = routes(dead_letter={"max_size": 50}).of(Channel("orders_dlq"))
+    own = routes(dead_letter={"max_size": 50}).resolve(Channel("orders_dlq"))
     assert own.dead_letter is None
     assert own.spec == QueueSpec(name="orders_dlq", max_depth=50, drop_oldest=True)
-    assert routes().of(Channel("_dlq")).dead_letter is not None  # the suffix alone is a name
+    assert routes().resolve(Channel("_dlq")).dead_letter is not None  # the suffix alone is a name
 
 
 def test_retries_switched_off_make_the_first_failure_final():
-    assert routes(retry={"enabled": False}).of(Channel("orders")).policy.max_attempts == 1
+    assert routes(retry={"enabled": False}).resolve(Channel("orders")).policy.max_attempts == 1
 
 
 def test_a_backend_that_cannot_delay_retries_inline():
-    assert routes(can(delay=Support.UNSUPPORTED)).of(Channel("orders")).policy.mode == "inline"
+    assert routes(can(delay=Support.UNSUPPORTED)).resolve(Channel("orders")).policy.mode == "inline"
 
 
 def test_what_the_backend_has_not_is_left_out_unless_it_was_asked_for():
-    route = routes(Capabilities()).of(Channel("orders"))
+    route = routes(Capabilities()).resolve(Channel("orders"))
     assert (route.max_priority, route.ack_deadline, route.dead_letter) == (None, None, None)
-    own = routes(Capabilities()).of(Channel("orders_dlq"))
+    own = routes(Capabilities()).resolve(Channel("orders_dlq"))
     assert own.spec.max_priority is None
 
 
@@ -200,22 +202,24 @@ def test_what_the_backend_has_not_is_left_out_unless_it_was_asked_for():
 def test_an_option_that_the_backend_cannot_keep_is_refused(option, value, advice):
     found = routes(Capabilities())
     with pytest.raises(Unsupported, match=f"'orders' asks for {option}.*scripted.*{advice}") as why:
-        found.of(Channel("orders", **{option: value}))
+        found.resolve(Channel("orders", **{option: value}))
     assert (why.value.backend, why.value.queue) == ("scripted", "orders")
 
 
+@pytest.mark.proves("002-improvements-4")
 def test_only_the_native_engine_balances_otherwise_than_by_turns():
-    usual = routes(registry=handling("orders")).of(Channel("orders", balance="round_robin"))
+    usual = routes(registry=handling("orders")).resolve(Channel("orders", balance="round_robin"))
     assert usual.spec.balance == "round_robin"
-    own = routes(backend="native", registry=handling("orders")).of(
+    own = routes(backend="native", registry=handling("orders")).resolve(
         Channel("orders", balance="random")
     )
     assert own.spec.balance == "random"
     for balance in ("least_busy", "random"):
         with pytest.raises(Unsupported, match=f"asks for balance='{balance}', which scripted"):
-            routes().of(Channel("orders", balance=balance))
+            routes().resolve(Channel("orders", balance=balance))
 
 
+@pytest.mark.proves("000-replication-1", "002-place-3")
 def test_replicas_need_a_broker_that_replicates():
     routes(Capabilities()).check_settings()
     settings: dict[str, Any] = {"type": "rabbitmq", "url": "amqp://localhost/", "replicas": 3}
@@ -225,7 +229,7 @@ def test_replicas_need_a_broker_that_replicates():
 
 
 def test_an_option_switched_off_needs_no_capability():
-    found = routes(Capabilities()).of(Channel("orders", dead_letter=False, ordered=False))
+    found = routes(Capabilities()).resolve(Channel("orders", dead_letter=False, ordered=False))
     assert found.dead_letter is None
 
 
@@ -256,24 +260,24 @@ def test_a_route_is_built_once_and_again_only_for_something_new():
     found = routes()
     assert found.get("orders") is None
     orders = Channel("orders", prefetch=5)
-    first = found.of(orders)
-    assert found.of(orders) is first
-    assert found.of(Channel("orders")) is first
-    assert found.of(Channel("orders", prefetch=5)) is first
+    first = found.resolve(orders)
+    assert found.resolve(orders) is first
+    assert found.resolve(Channel("orders")) is first
+    assert found.resolve(Channel("orders", prefetch=5)) is first
     assert found.get("orders") is first
     assert found.known() == [first]
-    second = found.of(Channel("orders", ttl=60))
+    second = found.resolve(Channel("orders", ttl=60))
     assert (second.ttl, second.prefetch) == (60, 5)
-    assert found.of(Channel("orders", ttl=60)) is second
+    assert found.resolve(Channel("orders", ttl=60)) is second
     assert second.counters is first.counters
 
 
 def test_a_contradiction_is_refused_and_leaves_the_route():
     found = routes()
-    first = found.of(Channel("orders", prefetch=5))
+    first = found.resolve(Channel("orders", prefetch=5))
     with pytest.raises(ConfigError, match="different prefetch"):
-        found.of(Channel("orders", prefetch=6))
-    assert found.of(Channel("orders")) is first
+        found.resolve(Channel("orders", prefetch=6))
+    assert found.resolve(Channel("orders")) is first
 
 
 async def test_a_type_that_comes_later_is_checked_from_then_on(clock):
@@ -292,10 +296,10 @@ async def test_a_type_that_comes_later_is_checked_from_then_on(clock):
 
 def test_prefetch_is_at_least_what_the_handlers_calls_take():
     found = routes()
-    plain = found.of(Channel("plain"))
+    plain = found.resolve(Channel("plain"))
     assert found.prefetch(plain, handler()) == 10
     assert found.prefetch(plain, handler(concurrency=4, batch_size=50)) == 200
-    chosen = found.of(Channel("chosen", prefetch=4))
+    chosen = found.resolve(Channel("chosen", prefetch=4))
     assert found.prefetch(chosen, handler(concurrency=4)) == 4
     with pytest.raises(ConfigError, match="= 5 messages at once, but prefetch is 4; raise"):
         found.prefetch(chosen, handler(concurrency=5))
@@ -303,21 +307,21 @@ def test_prefetch_is_at_least_what_the_handlers_calls_take():
         found.prefetch(plain, handler(concurrency=20, batch_size=100))
     configured = routes(prefetch=3)
     with pytest.raises(ConfigError, match="prefetch is 3"):
-        configured.prefetch(configured.of(Channel("plain")), handler(concurrency=4))
+        configured.prefetch(configured.resolve(Channel("plain")), handler(concurrency=4))
 
 
 def test_a_batch_needs_a_backend_that_can():
     found = routes(can(batch=Support.UNSUPPORTED))
-    found.check_handler(found.of(Channel("orders")), handler())
+    found.check_handler(found.resolve(Channel("orders")), handler())
     with pytest.raises(Unsupported, match=r"batch_size.*take one message per call"):
-        found.check_handler(found.of(Channel("orders")), handler(batch_size=5))
+        found.check_handler(found.resolve(Channel("orders")), handler(batch_size=5))
 
 
 def test_a_batch_goes_neither_with_order_nor_with_middleware():
     found = routes()
     batch = handler(batch_size=5)
-    found.check_handler(found.of(Channel("plain")), batch)
+    found.check_handler(found.resolve(Channel("plain")), batch)
     with pytest.raises(ConfigError, match="ordered=True hands out one message of a key"):
-        found.check_handler(found.of(Channel("ordered", ordered=True)), batch)
+        found.check_handler(found.resolve(Channel("ordered", ordered=True)), batch)
     with pytest.raises(ConfigError, match="middleware wraps a single message"):
-        found.check_handler(found.of(Channel("wrapped", middleware=[passing])), batch)
+        found.check_handler(found.resolve(Channel("wrapped", middleware=[passing])), batch)

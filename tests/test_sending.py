@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from qkit._internal.ids import new_id
 from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
 from qkit.errors import (
@@ -22,11 +24,12 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
-from qkit.message import Envelope, Sent, new_id
+from qkit.message import Envelope, Sent
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
-from qkit.sending.sender import MAX_GATHERED, Sender
+from qkit.sending.guarded_backend import GuardedBackend
+from qkit.sending.send_batcher import MAX_BATCH_MESSAGES, SendBatcher
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
@@ -34,27 +37,32 @@ TIMEOUT = 10.0
 
 
 class Way:
-    """A sender with all it needs, on a queue that holds five messages at most if told so."""
+    """A batcher for each queue with all it needs, on a backend that fails as the test says."""
 
     def __init__(self, clock: VirtualClock, backend: FaultyBackend) -> None:
         self.clock = clock
         self.backend = backend
-        self.connection = Connection(Events(), clock, backend.name)
-        self.connection.move(ConnectionState.CONNECTED)
+        self.connection = ConnectionTracker(Events(), clock, backend.name)
+        self.connection.transition_to(ConnectionState.CONNECTED)
         self.breaker = CircuitBreaker(failure_threshold=5, recovery_timeout=30.0, clock=clock)
-        self.sender = Sender(
-            backend,
-            breaker=self.breaker,
-            connection=self.connection,
-            backoff=Backoff(initial=0.05, maximum=2.0),
-            timeout=TIMEOUT,
+        self.guarded = GuardedBackend(
+            backend, breaker=self.breaker, connection=self.connection, timeout=TIMEOUT
         )
+        backoff = Backoff(initial=0.05, maximum=2.0)
+        self.orders = SendBatcher(self.guarded, "orders", backoff)
+        self.audit = SendBatcher(self.guarded, "audit", backoff)
 
-    async def send(self, count: int = 1, queue: str = "orders") -> list[Sent]:
-        return await self.sender.send(queue, [envelope() for _ in range(count)])
+    async def send(self, count: int = 1) -> list[Sent]:
+        return await self.orders.send([envelope() for _ in range(count)])
 
     def begin(self, count: int = 1) -> asyncio.Task[list[Sent]]:
         return asyncio.create_task(self.send(count))
+
+    async def drain(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT):
+                await self.orders.drain()
+        await self.orders.close()
 
     async def limit(self, depth: int) -> None:
         await self.backend.delete("orders")
@@ -115,19 +123,22 @@ async def test_what_is_sent_during_a_round_trip_leaves_together_in_the_next(way:
 async def test_a_group_has_a_limit(way: Way) -> None:
     gate = asyncio.Event()
     way.backend.script("publish", gate)
-    sends = [way.begin(count) for count in (1, MAX_GATHERED - 1, 1, 1, MAX_GATHERED + 5)]
+    sends = [
+        way.begin(count) for count in (1, MAX_BATCH_MESSAGES - 1, 1, 1, MAX_BATCH_MESSAGES + 5)
+    ]
     await settle()
     gate.set()
     await asyncio.gather(*sends)
     assert [len(ids) for ids in way.backend.published] == [1, 1_000, 1, 1_005]
 
 
+@pytest.mark.proves("001-concurrency-1", "002-performance-5")
 async def test_queues_do_not_wait_for_each_other(way: Way) -> None:
     gate = asyncio.Event()
     way.backend.script("publish", gate)
     slow = way.begin()
     await settle()
-    await way.send(queue="audit")
+    await way.audit.send([envelope()])
     assert not slow.done()
     gate.set()
     await slow
@@ -245,7 +256,7 @@ async def test_random_senders_never_lose_or_mix_up_an_answer(way: Way) -> None:
         ids = [item.id for item in mine]
         try:
             async with asyncio.timeout(dice.choice([None, None, 0.02])):
-                return ids, await way.sender.send("orders", mine)
+                return ids, await way.orders.send(mine)
         except (QueueError, TimeoutError) as error:
             return ids, error
 
@@ -268,7 +279,7 @@ async def test_a_send_into_a_black_hole_ends_at_the_deadline(way: Way) -> None:
     started = way.clock.monotonic()
     mine = envelope()
     with pytest.raises(SendTimeout, match=r"within 10 s; the message may or may not") as caught:
-        await way.sender.send("orders", [mine])
+        await way.orders.send([mine])
     assert way.clock.monotonic() - started == TIMEOUT
     assert caught.value.context == {
         "backend": "faulty",
@@ -334,7 +345,7 @@ async def test_a_declaration_is_under_the_same_deadline(way: Way) -> None:
 
     started = way.clock.monotonic()
     with pytest.raises(SendTimeout):
-        await way.sender.send("orders", [envelope()], prepare=prepare)
+        await way.orders.send([envelope()], prepare=prepare)
     assert way.clock.monotonic() - started == TIMEOUT
     assert way.backend.count("publish") == 0
 
@@ -353,7 +364,7 @@ async def test_a_broken_connection_is_tried_again_with_the_same_id(
 ) -> None:
     way.backend.script("publish", down(), down(), down())
     mine = envelope()
-    sent = await way.sender.send("orders", [mine])
+    sent = await way.orders.send([mine])
     assert sent == [Sent(mine.id, 0)]
     assert way.backend.count("publish") == 4
     assert way.backend.published == [[mine.id]]
@@ -363,14 +374,14 @@ async def test_a_broken_connection_is_tried_again_with_the_same_id(
 
 
 async def test_an_outage_longer_than_the_deadline_says_what_failed(way: Way) -> None:
-    way.breaker = way.sender.breaker = CircuitBreaker(
+    way.breaker = way.guarded.breaker = CircuitBreaker(
         failure_threshold=1_000, recovery_timeout=30.0, clock=way.clock
     )
     way.backend.always("publish", down())
     started = way.clock.monotonic()
     mine = envelope()
     with pytest.raises(SendTimeout, match=r"connection failed \d+ times, last: refused") as caught:
-        await way.sender.send("orders", [mine])
+        await way.orders.send([mine])
     assert way.clock.monotonic() - started == TIMEOUT
     assert isinstance(caught.value.cause, BackendUnavailable)
     assert caught.value.cause.context == caught.value.context
@@ -385,7 +396,7 @@ async def test_a_failed_declaration_is_tried_again(way: Way) -> None:
         if outcome is not None:
             raise outcome
 
-    await way.sender.send("orders", [envelope()], prepare=prepare)
+    await way.orders.send([envelope()], prepare=prepare)
     assert outcomes == []
     assert way.backend.count("publish") == 1
 
@@ -408,6 +419,7 @@ async def open_circuit(way: Way) -> None:
     assert way.breaker.state is BreakerState.OPEN
 
 
+@pytest.mark.proves("003-errors-9")
 async def test_after_the_threshold_sends_are_refused_at_once_with_clear_words(way: Way) -> None:
     await open_circuit(way)
     assert way.backend.count("publish") == 5
@@ -428,6 +440,7 @@ async def test_who_opened_the_circuit_learns_what_failed(way: Way) -> None:
     assert "no route to host" in str(caught.value.cause)
 
 
+@pytest.mark.proves("003-errors-10")
 async def test_it_recovers_by_one_probe(way: Way) -> None:
     await open_circuit(way)
     way.backend.heal("publish")
@@ -445,9 +458,9 @@ async def test_while_one_probes_the_others_are_refused(way: Way) -> None:
     way.backend.script("publish", gate)
     probe = way.begin()
     await settle()
-    for queue in ("orders", "audit"):
+    for batcher in (way.orders, way.audit):
         with pytest.raises(CircuitOpen, match="another call is probing"):
-            await way.send(queue=queue)
+            await batcher.send([envelope()])
     gate.set()
     await probe
     await way.send()
@@ -489,7 +502,7 @@ async def test_senders_that_shared_a_round_trip_met_one_failure(way: Way) -> Non
 
 async def test_a_group_that_comes_after_the_circuit_opened_is_refused(way: Way) -> None:
     for _ in range(4):
-        way.breaker.failed(probe=False)
+        way.breaker.record_failure(probe=False)
     way.backend.always("publish", down())
     sends = [way.begin() for _ in range(3)]
     results = await asyncio.gather(*sends, return_exceptions=True)
@@ -510,11 +523,11 @@ async def test_answers_of_the_broker_do_not_trip_the_breaker(way: Way, error: Qu
 
 async def test_an_answer_of_the_broker_ends_a_row_of_failures(way: Way) -> None:
     for _ in range(4):
-        way.breaker.failed(probe=False)
+        way.breaker.record_failure(probe=False)
     way.backend.script("publish", QueueFull("full"))
     with pytest.raises(QueueFull):
         await way.send()
-    way.breaker.failed(probe=False)
+    way.breaker.record_failure(probe=False)
     assert way.breaker.state is BreakerState.CLOSED
 
 
@@ -526,7 +539,7 @@ async def test_draining_waits_for_everything_on_its_way_out(way: Way) -> None:
     way.backend.script("publish", gate)
     sends = [way.begin() for _ in range(3)]
     await settle()
-    draining = asyncio.create_task(way.sender.drain())
+    draining = asyncio.create_task(way.drain())
     await settle()
     assert not draining.done()
     gate.set()
@@ -538,7 +551,7 @@ async def test_draining_waits_for_everything_on_its_way_out(way: Way) -> None:
 async def test_draining_an_idle_sender_takes_no_time(way: Way) -> None:
     await way.send()
     started = way.clock.monotonic()
-    await way.sender.drain()
+    await way.drain()
     assert way.clock.monotonic() == started
 
 
@@ -550,7 +563,7 @@ async def test_draining_into_a_black_hole_ends(way: Way) -> None:
     gate.set()
     await way.clock.advance(5)
     started = way.clock.monotonic()
-    await way.sender.drain()
+    await way.drain()
     assert way.clock.monotonic() - started <= TIMEOUT
     await asyncio.gather(*sends, return_exceptions=True)
 
@@ -561,7 +574,7 @@ async def test_what_is_left_after_draining_is_cancelled(way: Way) -> None:
     first = way.begin()
     await settle()
     rest = asyncio.create_task(way.send())
-    draining = asyncio.create_task(way.sender.drain())
+    draining = asyncio.create_task(way.drain())
     await way.clock.advance(5)
     gate.set()  # only now does the rest leave, and its round trip outlasts the drain
     await first

@@ -208,6 +208,7 @@ async def test_a_consumer_that_is_late_does_not_hold_the_start_up_for_ever(
     await service.shutdown(timeout=0)
 
 
+@pytest.mark.proves("003-config-1")
 async def test_what_cannot_work_is_refused_before_connecting(virtual_clock: VirtualClock) -> None:
     backend = FaultyBackend(virtual_clock, capabilities=Capabilities())
     service = make(virtual_clock, backend=backend)
@@ -505,6 +506,7 @@ async def test_a_send_may_be_handed_on_as_a_task_or_gathered(virtual_clock: Virt
 # -- sending ---------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("002-performance-7")
 async def test_a_hundred_sends_at_once_take_a_few_round_trips(virtual_clock: VirtualClock) -> None:
     async with make(virtual_clock) as service:
         await service.send("orders", 0)
@@ -743,6 +745,7 @@ def test_run_works_outside_the_main_thread() -> None:
     assert done == [1]
 
 
+@pytest.mark.proves("003-shutdown-5")
 async def test_the_order_of_a_shutdown(virtual_clock: VirtualClock) -> None:
     """Not ready, no more fetching, handlers finish, sends leave, the backend closes, the event."""
     story: list[str] = []
@@ -784,6 +787,7 @@ async def test_the_order_of_a_shutdown(virtual_clock: VirtualClock) -> None:
     assert service.metrics().channels["audit"].messages_sent == 1
 
 
+@pytest.mark.proves("003-shutdown-2")
 async def test_handlers_that_finish_in_time_finish(virtual_clock: VirtualClock) -> None:
     clerk = Clerk(seconds=20)
     heard: list[Event] = []
@@ -817,6 +821,7 @@ async def test_what_was_fetched_and_not_begun_goes_back_at_once_uncharged(
     assert len(clerk.begun) == 5
 
 
+@pytest.mark.proves("003-shutdown-3", "003-shutdown-4")
 async def test_the_deadline_cancels_and_gives_back_uncharged(
     virtual_clock: VirtualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -941,6 +946,7 @@ async def test_a_send_under_way_arrives_before_the_backend_closes(
     assert len(backend_of(service).published) == 2
 
 
+@pytest.mark.proves("003-shutdown-4")
 @pytest.mark.parametrize("fault", [OSError("reset"), QueueError("no"), BLACK_HOLE])
 async def test_a_backend_that_does_not_close_cleanly_does_not_hold_up_the_end(
     virtual_clock: VirtualClock, fault: Any, caplog: pytest.LogCaptureFixture
@@ -1040,6 +1046,7 @@ async def test_a_channel_that_is_not_consumed_here_cannot_be_paused(
 # -- watching --------------------------------------------------------------------------------
 
 
+@pytest.mark.proves("003-health-1", "003-health-2")
 async def test_a_healthy_service(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock, Clerk())
     assert service.health_check().status == "unhealthy"
@@ -1064,6 +1071,7 @@ async def test_a_healthy_service(virtual_clock: VirtualClock) -> None:
     assert service.connection_state == "closed"
 
 
+@pytest.mark.proves("003-health-5")
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
@@ -1130,7 +1138,7 @@ async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
 async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock, Clerk())
     async with service:
-        (task,) = service._crew._tasks.values()
+        (task,) = service._consumers._tasks.values()
         task.cancel()
         await settle()
         assert service.connection_state == "connected"
@@ -1155,6 +1163,7 @@ async def test_a_blocked_loop_is_unhealthy_to_whoever_asks_from_outside(
     assert service.health_check().last_error is None, "nothing is blocked after the end"
 
 
+@pytest.mark.proves("003-health-12", "003-health-13")
 async def test_metrics_count_per_channel_and_in_total(virtual_clock: VirtualClock) -> None:
     @channel("orders")
     class Orders:

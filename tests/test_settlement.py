@@ -10,7 +10,8 @@ import pytest
 
 from qkit import Channel, Reject, RetrySettings, consume
 from qkit.backend import Delivery
-from qkit.consuming.executor import Abandon, Dead, Done, Job, Pause, RetryLater
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import Abandon, Dead, Done, Pause, RetryLater
 from qkit.consuming.settlement import Settlement
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -21,8 +22,9 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.message import DeadLetter, Envelope, Reason
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
-from qkit.observability.health import ChannelCounters, Connection
+from qkit.observability.metrics import ChannelCounters
 from tests.support.backends import ScriptedBackend
 from tests.support.services import failures, make_service, only_letter
 
@@ -40,7 +42,7 @@ class Bench:
         listeners = Events()
         listeners.on("retry", self.events.append)
         listeners.on("dead_letter", self.events.append)
-        self.connection = Connection(listeners, clock, "scripted")
+        self.connection = ConnectionTracker(listeners, clock, "scripted")
         self.settlement = Settlement(
             channel="orders",
             group="billing",
@@ -134,6 +136,7 @@ def record_of(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
     return record
 
 
+@pytest.mark.proves("002-ack-3")
 async def test_a_finished_message_is_acknowledged(bench, clock, caplog):
     await bench.settle(Done())
     assert bench.order == ["ack"]
@@ -141,6 +144,7 @@ async def test_a_finished_message_is_acknowledged(bench, clock, caplog):
     assert caplog.records == []
 
 
+@pytest.mark.proves("003-retry-4")
 async def test_a_retry_is_released_counted_told_and_logged_once(bench, clock, caplog):
     error = ValueError("no stock")
     envelope = Envelope("0190", b"{}", attempt=2)
@@ -241,6 +245,7 @@ async def test_a_death_without_an_error_is_logged_all_the_same(bench, caplog):
     assert bench.letters[0].error is None
 
 
+@pytest.mark.proves("003-retry-6", "003-errors-7")
 async def test_without_dead_letters_a_final_failure_is_logged_acked_and_counted(clock, caplog):
     bench = Bench(clock, letters=False)
     await bench.settle(Dead(Reason.MAX_RETRIES_EXCEEDED, ValueError("x")))

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from qkit import QueueService, Settings
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 
 ROOT = Path(__file__).parent.parent
 
@@ -112,6 +112,7 @@ ROUNDS = [
 ]
 
 
+@pytest.mark.proves("003-shutdown-1")
 @pytest.mark.parametrize(("mode", "number"), ROUNDS)
 def test_a_signal_under_load_drains(mode: str, number: signal.Signals) -> None:
     drain_under_load(mode, number, random.randrange(2**32))
@@ -208,7 +209,7 @@ async def test_the_first_and_the_second_signal_are_told_apart_by_count(
     previous: list[int],
 ) -> None:
     told: list[str] = []
-    with catch(
+    with handle_signals(
         asyncio.get_running_loop(),
         lambda name: told.append(f"first {name}"),
         lambda name: told.append(f"second {name}"),
@@ -245,7 +246,7 @@ async def test_after_the_second_a_blocked_loop_gets_a_moment(
         killed.append((pid, number))
         done.set()
 
-    with catch(asyncio.get_running_loop(), lambda _: None, lambda _: None):
+    with handle_signals(asyncio.get_running_loop(), lambda _: None, lambda _: None):
         monkeypatch.setattr("qkit._internal.signals.time.sleep", sleep)
         real_kill(os.getpid(), signal.SIGTERM)
         real_kill(os.getpid(), signal.SIGTERM)
@@ -263,7 +264,7 @@ def test_a_signal_that_finds_the_loop_closed_is_no_error(previous: list[int]) ->
     loop = asyncio.new_event_loop()
     loop.close()
     told: list[str] = []
-    with catch(loop, told.append, told.append):
+    with handle_signals(loop, told.append, told.append):
         os.kill(os.getpid(), signal.SIGTERM)
     assert told == []
 
@@ -277,7 +278,7 @@ def test_a_handler_that_python_did_not_set_is_replaced_by_the_default(
         lambda number, handler: real(number, handler) and None,
     )
     loop = asyncio.new_event_loop()
-    with catch(loop, lambda _: None, lambda _: None):
+    with handle_signals(loop, lambda _: None, lambda _: None):
         pass
     loop.close()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -289,7 +290,7 @@ def test_outside_the_main_thread_signals_are_left_alone(previous: list[int]) -> 
     loop = asyncio.new_event_loop()
 
     def run() -> None:
-        with catch(loop, lambda _: None, lambda _: None):
+        with handle_signals(loop, lambda _: None, lambda _: None):
             inside.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=run)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from qkit._internal.tasks import end_tasks, to_its_end
+from qkit._internal.tasks import cancel_and_wait, run_to_completion
 
 
 async def test_a_task_that_swallows_its_cancellation_is_cancelled_again() -> None:
@@ -26,7 +26,7 @@ async def test_a_task_that_swallows_its_cancellation_is_cancelled_again() -> Non
     async with asyncio.timeout(10):
         task = asyncio.create_task(stubborn())
         await asyncio.sleep(0)
-        await end_tasks([task])
+        await cancel_and_wait([task])
     assert task.cancelled()
     assert swallowed == 2
 
@@ -37,8 +37,8 @@ async def test_tasks_that_ended_in_any_way_are_no_matter() -> None:
 
     done = [asyncio.create_task(asyncio.sleep(0)), asyncio.create_task(fails())]
     await asyncio.wait(done)
-    await end_tasks(done)
-    await end_tasks([])
+    await cancel_and_wait(done)
+    await cancel_and_wait([])
     assert isinstance(done[1].exception(), ValueError)
 
 
@@ -51,7 +51,7 @@ async def test_whoever_waits_for_the_end_can_be_cancelled() -> None:
 
     task = asyncio.create_task(waits())
     await asyncio.sleep(0)
-    ending = asyncio.create_task(end_tasks([task]))
+    ending = asyncio.create_task(cancel_and_wait([task]))
     await asyncio.sleep(0)
     ending.cancel()
     await asyncio.wait({ending, task})
@@ -67,7 +67,7 @@ async def test_work_comes_to_its_end_although_its_caller_was_cancelled() -> None
         await asyncio.sleep(0.01)
         steps.append("done")
 
-    caller = asyncio.create_task(to_its_end(work()))
+    caller = asyncio.create_task(run_to_completion(work()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     caller.cancel()
@@ -81,10 +81,10 @@ async def test_its_result_and_its_error_are_the_callers(caplog: pytest.LogCaptur
         await asyncio.sleep(0.01)
         raise ValueError("no")
 
-    assert await to_its_end(asyncio.sleep(0, "result")) == "result"
+    assert await run_to_completion(asyncio.sleep(0, "result")) == "result"
     with pytest.raises(ValueError, match="no"):
-        await to_its_end(fails())
-    caller = asyncio.create_task(to_its_end(fails()))
+        await run_to_completion(fails())
+    caller = asyncio.create_task(run_to_completion(fails()))
     await asyncio.sleep(0)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -186,9 +186,9 @@ def test_without_a_provider_there_are_no_spans() -> None:
     telemetry = Telemetry("native")
     telemetry.start()
     assert not telemetry.enabled
-    with telemetry.sending("orders", []) as span:
+    with telemetry.producer_span("orders", []) as span:
         assert span is None
-    with telemetry.handling("orders", "g", []) as span:
+    with telemetry.consumer_span("orders", "g", []) as span:
         assert span is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import tracemalloc
 
-from qkit.admin.views import SHOWN, body_view
+from qkit.admin.views import MAX_PREVIEW_BYTES, body_view
 
 GZIP = {"content-encoding": "gzip"}
 
@@ -29,7 +29,7 @@ def test_a_bomb_is_opened_no_further_than_a_page_holds() -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert view.cut
-    assert len(view.content) == SHOWN
+    assert len(view.content) == MAX_PREVIEW_BYTES
     assert view.size == len(bomb)
     assert peak < 1_000_000
 
@@ -43,7 +43,7 @@ def test_json_that_is_nested_too_deep_is_text() -> None:
 
 
 def test_a_text_is_cut_between_characters() -> None:
-    view = body_view(b"x" + "é".encode() * SHOWN, {})
+    view = body_view(b"x" + "é".encode() * MAX_PREVIEW_BYTES, {})
     assert view.cut
     assert view.format == "text"
     assert view.content.endswith("é")

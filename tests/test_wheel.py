@@ -81,6 +81,7 @@ def run(*arguments: str | Path, directory: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.proves("002-place-1", "003-docs-7", "003-compat-1")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_wheel_alone_sends_and_consumes(tmp_path: Path) -> None:

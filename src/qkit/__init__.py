@@ -65,14 +65,10 @@ if TYPE_CHECKING:
     from qkit.handlers.registry import Handler
     from qkit.handlers.signature import Header, ParamMetadata
     from qkit.message import DeadLetter, Envelope, Message, Reason, Sent
+    from qkit.observability.connection_state import ConnectionState
     from qkit.observability.events import DeadLettered, Reconnected, Retried, ShutDown, StateChanged
-    from qkit.observability.health import (
-        ChannelMetrics,
-        ConnectionState,
-        ConsumerHealth,
-        Health,
-        Metrics,
-    )
+    from qkit.observability.health import ConsumerHealth, Health
+    from qkit.observability.metrics import ChannelMetrics, Metrics
     from qkit.sending.envelope_builder import SendOptions
     from qkit.sending.sync_sender import SyncSender
     from qkit.service import QueueService
@@ -248,13 +244,9 @@ _HOMES = {
         "ShutDown",
         "StateChanged",
     ),
-    "qkit.observability.health": (
-        "ChannelMetrics",
-        "ConnectionState",
-        "ConsumerHealth",
-        "Health",
-        "Metrics",
-    ),
+    "qkit.observability.connection_state": ("ConnectionState",),
+    "qkit.observability.health": ("ConsumerHealth", "Health"),
+    "qkit.observability.metrics": ("ChannelMetrics", "Metrics"),
     "qkit._internal.logging": ("JsonFormatter",),
     "qkit.message": (
         "DeadLetter",

@@ -228,6 +228,20 @@ class AckMany(Protocol):
 
 
 @runtime_checkable
+class ExtendMany(Protocol):
+    """A subscription that extends several leases for the price of one.
+
+    Worth having where an extension is a round trip. Without it ``extend`` is called for each.
+    """
+
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Extend all leases to ``seconds`` from now; an error in the place of each that is lost."""
+        ...
+
+
+@runtime_checkable
 class LossReporting(Protocol):
     """A subscription that knows at once when what it delivered is no longer its own.
 

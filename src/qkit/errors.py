@@ -41,10 +41,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from qkit.message import Sent
+from qkit._internal.sent import Sent
 
 __all__ = [
     "AckDeadlineExceeded",

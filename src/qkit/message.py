@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
-import threading
-import time
-from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import NamedTuple, cast
+from typing import cast
 
-from qkit.errors import InvalidHeader, InvalidName
+from qkit._internal.ids import sent_at
+from qkit._internal.sent import Sent
+from qkit._internal.text import encodable, error_text
 
 __all__ = [
     "CONTENT_ENCODING",
     "CONTENT_TYPE",
     "FIRST_FAILED_AT",
     "GROUP",
-    "RESERVED_PREFIX",
     "TRACEPARENT",
     "DeadLetter",
     "Envelope",
@@ -34,42 +30,14 @@ __all__ = [
     "Reason",
     "Sent",
     "TimeToLiveExpired",
-    "check_headers",
-    "check_name",
-    "encodable",
-    "error_text",
-    "is_plain",
-    "new_id",
-    "sent_at",
     "trace_id",
 ]
 
 CONTENT_TYPE = "content-type"  # absent means application/json
 CONTENT_ENCODING = "content-encoding"
 TRACEPARENT = "traceparent"
-RESERVED_PREFIX = "qkit-"
 FIRST_FAILED_AT = "qkit-first-failed-at"
 GROUP = "qkit-group"  # on a topic: this copy is for that group alone (a replayed dead letter)
-
-MAX_HEADERS = 128
-MAX_HEADER_BYTES = 32_768
-MAX_ERROR_TEXT = 2_000
-
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,200}")  # an HTTP token: legal everywhere
-# Control characters and line ends, and lone surrogates, which no encoding can carry.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-
-class Sent(NamedTuple):
-    """What a send returns once the broker has confirmed it.
-
-    ``position`` counts the messages ahead at equal or higher priority; it is ``None`` where the
-    broker does not know, or the message is delayed.
-    """
-
-    message_id: str
-    position: int | None = None
 
 
 @dataclass(slots=True)
@@ -290,133 +258,10 @@ class DeadLetter:
         return Envelope(self.message_id, self.body, headers, key=self.key, priority=self.priority)
 
 
-def check_name(name: str, what: str = "channel") -> str:
-    """Return ``name`` if every broker can carry it, else raise ``InvalidName``.
-
-    >>> check_name("orders.eu-1")
-    'orders.eu-1'
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in {".", ".."}:
-        shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:77]}…"
-        raise InvalidName(
-            f"{shown} is no {what} name: use 1–200 characters of A-Z a-z 0-9 . _ - "
-            "(other than '.' and '..'), so that every broker can carry it"
-        )
-    return name
-
-
-def check_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of a caller's ``headers`` if they can travel, else raise ``InvalidHeader``."""
-    if not isinstance(headers, Mapping):
-        raise InvalidHeader(f"headers are a mapping of str to str, not {type(headers).__name__}")
-    if len(headers) > MAX_HEADERS:
-        raise InvalidHeader(f"{len(headers)} headers: {MAX_HEADERS} at most; put data in the body")
-    size = 0
-    for name, value in headers.items():
-        if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-            raise InvalidHeader(f"header name {name!r:.80}: use letters, digits and - _ . only")
-        if name.lower().startswith(RESERVED_PREFIX):
-            raise InvalidHeader(f"header {name!r}: names beginning with 'qkit-' are qkit's own")
-        if not isinstance(value, str):
-            raise InvalidHeader(
-                f"header {name!r} has a value of type {type(value).__name__}: pass a str, "
-                "and let Annotated[…, Header()] convert it in the handler"
-            )
-        if not is_plain(value):
-            raise InvalidHeader(f"header {name!r} holds a control character: encode its value")
-        size += len(name) + len(value.encode())
-    if size > MAX_HEADER_BYTES:
-        raise InvalidHeader(f"{size} bytes of headers: {MAX_HEADER_BYTES} at most; use the body")
-    return dict(headers)
-
-
-class _Ids:
-    """UUIDv7s without dashes: they sort by time, and within one process by order of creation.
-
-    Each millisecond has a random beginning, made once; its ids are that and one of 4096 endings,
-    put together in C. That is what makes an id cheap: a send costs a few microseconds in all.
-    """
-
-    def __init__(self) -> None:
-        self._endings: list[str] = []
-        self.reseed()
-
-    def reseed(self) -> None:
-        """Forget the past; a forked child must not go on with its parent's numbers."""
-        self._lock = threading.Lock()
-        self._end = 0  # of the millisecond, in nanoseconds
-        self._block = 0
-        self._ids: Iterator[str] = iter(())
-        self._chances: Iterator[int] = iter(())  # many at once: the system is slow to be asked
-
-    def next(self, time_ns: Callable[[], int] = time.time_ns) -> str:
-        now = time_ns()
-        if now < self._end:
-            id = next(self._ids, None)
-            if id is not None:
-                return id
-        return self._begin(now)
-
-    def _begin(self, now: int) -> str:
-        """The first id of another millisecond, or of another block of 4096 in this one.
-
-        The block is the 12 bits behind the version, counted up from a random start with room for
-        eight million ids above it; 48 random bits follow. While the clock is behind, because it
-        was set back, ids go on where they were.
-        """
-        with self._lock:
-            chance = next(self._chances, None)
-            if chance is None:
-                self._endings = self._endings or [f"{number:03x}" for number in range(4096)]
-                self._chances = iter(array("Q", os.urandom(1024)))
-                chance = next(self._chances)
-            if now >= self._end:
-                millisecond = now // 1_000_000
-                self._end = (millisecond + 1) * 1_000_000
-                self._block = chance >> 48 & 0x7FF
-            else:
-                self._block += 1
-                if self._block > 0xFFF:
-                    self._end, self._block = self._end + 1_000_000, 0
-                millisecond = self._end // 1_000_000 - 1
-            beginning = f"{millisecond:012x}7{self._block:03x}8{chance & 0xFFFF_FFFF_FFFF:012x}"
-            self._ids = map(beginning.__add__, self._endings)
-            return next(self._ids)
-
-
-_ids = _Ids()
-new_id = _ids.next
-os.register_at_fork(after_in_child=_ids.reseed)
-
-
-def sent_at(message_id: str) -> float | None:
-    """The wall time inside one of qkit's ids; ``None`` for an id of another making."""
-    if len(message_id) != 32 or message_id[12] != "7":
-        return None
-    try:
-        return int(message_id[:12], 16) / 1000
-    except ValueError:
-        return None
-
-
 def trace_id(headers: Mapping[str, str]) -> str | None:
     """The trace id inside a ``traceparent`` header."""
     parts = headers.get(TRACEPARENT, "").split("-")
     return parts[1] if len(parts) >= 4 and len(parts[1]) == 32 else None
-
-
-def is_plain(text: str) -> bool:
-    """Whether ``text`` has neither control characters nor anything that cannot be encoded."""
-    return _CONTROL.search(text) is None
-
-
-def encodable(text: str) -> str:
-    r"""Return ``text`` with every lone surrogate as ``\udNNN``, so that UTF-8 can encode it.
-
-    >>> encodable("caf\udce9")
-    'caf\\udce9'
-    """
-    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _headers(text: str) -> dict[str, str]:
@@ -434,13 +279,3 @@ def _number(text: str | None, default: float) -> float:
     except ValueError:
         return default
     return number if math.isfinite(number) else default
-
-
-def error_text(error: BaseException) -> str:
-    """An error's text as a header or a log can hold it: bounded, control characters visible."""
-    try:
-        text = str(error)
-    except Exception:  # a handler's exception may be broken itself; its message must still be kept
-        text = "(this error cannot be shown: its __str__ failed)"
-    escaped = _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-    return escaped if len(escaped) <= MAX_ERROR_TEXT else f"{escaped[: MAX_ERROR_TEXT - 1]}…"

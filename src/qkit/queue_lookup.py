@@ -8,7 +8,7 @@ from contextlib import suppress
 from qkit.errors import QueueNotFound, Unsupported
 from qkit.service import QueueService
 
-__all__ = ["close_to", "require_queue"]
+__all__ = ["require_queue", "suggest_name"]
 
 
 async def require_queue(service: QueueService, name: str) -> None:
@@ -25,12 +25,12 @@ async def require_queue(service: QueueService, name: str) -> None:
             except QueueNotFound:
                 continue
             return
-        near = await close_to(service, name)
+        near = await suggest_name(service, name)
         hint = f"; did you mean {near!r}?" if near else ""
         raise QueueNotFound(f"no queue {name!r}{hint}", operation="stats", queue=name)
 
 
-async def close_to(service: QueueService, name: str) -> str | None:
+async def suggest_name(service: QueueService, name: str) -> str | None:
     """The queue whose name is most like this one, if one is."""
     known = {channel.name for channel in service.channels}
     with suppress(Unsupported):

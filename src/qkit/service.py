@@ -15,10 +15,9 @@ from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
-from qkit._internal.retry import Backoff
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
-from qkit.admin.queues import Administration
+from qkit.admin.queues import QueueAdmin
 from qkit.backend import (
     Backend,
     Capabilities,
@@ -27,14 +26,15 @@ from qkit.backend import (
     QueueStats,
 )
 from qkit.backends.factory import open_backend
-from qkit.consuming.consumer_pool import Crew
+from qkit.consuming.consumer_pool import ConsumerPool
 from qkit.consuming.handler_threads import HandlerThreads
-from qkit.consuming.settlement import record_death
+from qkit.consuming.settlement import record_dead_letter
 from qkit.errors import ConfigError, LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import DeadLetter, Message, Sent
+from qkit.observability.connection_state import ConnectionState, ConnectionTracker
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -44,13 +44,14 @@ from qkit.observability.events import (
     ShutDown,
     StateChanged,
 )
-from qkit.observability.health import Connection, ConnectionState, Counters, Health, Metrics
+from qkit.observability.health import Health
+from qkit.observability.metrics import Counters, Metrics
 from qkit.observability.monitor import Monitor
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.sending.envelope_builder import SendOptions
+from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
-from qkit.sending.sender import Sender
 from qkit.sending.sync_sender import SyncSender
 from qkit.settings.model import Settings
 
@@ -59,7 +60,7 @@ __all__ = ["QueueService"]
 T = TypeVar("T")
 State = Literal["new", "starting", "running", "stopping", "closed"]
 
-STALLED = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
+LOOP_STALL_SECONDS = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
 CLOSE_TIMEOUT = 5.0
 
 
@@ -110,35 +111,34 @@ class QueueService:
         self._events = Events()
         self._threads = HandlerThreads()
         self._state: State = "new"
-        self._recurs = True  # pings and lease renewals
-        self._life = asyncio.Lock()  # start and shutdown, one after the other
+        self._background_timers = True  # pings and lease renewals
+        self._lifecycle_lock = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None  # from start to shutdown
         self._loop_caller: LoopCaller | None = None
         self._sync = SyncSender(self, self._require_caller)
-        self._wire(backend, chosen)
+        self._build_components(backend, chosen)
 
-    def _wire(self, backend: Backend, clock: Clock) -> None:
+    def _build_components(self, backend: Backend, clock: Clock) -> None:
         """Everything that knows the backend or the clock."""
         self._backend = backend
         self._clock = clock
-        self._hears_deaths = False  # a start that failed and is tried again listens once
+        self._listening = False  # a start that failed and is tried again listens once
         self._telemetry = Telemetry(backend.name)
-        self._connection = Connection(self._events, clock, backend.name)
+        self._connection = ConnectionTracker(self._events, clock, backend.name)
         self._breaker = CircuitBreaker(
             failure_threshold=self.settings.breaker.failure_threshold,
             recovery_timeout=self.settings.breaker.recovery_timeout,
             clock=clock,
         )
-        self._sender = Sender(
+        guarded = GuardedBackend(
             backend,
             breaker=self._breaker,
             connection=self._connection,
-            backoff=Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1),
             timeout=self.settings.send_timeout,
         )
-        self._routes = Routes(
+        self._routes = RouteTable(
             self.settings,
             backend.capabilities,
             self._registry,
@@ -147,19 +147,18 @@ class QueueService:
             backend.name,
         )
         self._producer = Producer(
-            backend,
+            guarded,
             clock=clock,
             registry=self._registry,
             routes=self._routes,
-            sender=self._sender,
             telemetry=self._telemetry,
-            ready=self._require_sending,
+            require=self._require_sending,
         )
-        self._administration = Administration(
+        self._admin = QueueAdmin(
             backend, settings=self.settings, routes=self._routes, producer=self._producer
         )
         self._monitor = Monitor(backend, self._connection, clock)
-        self._crew = Crew(
+        self._consumers = ConsumerPool(
             backend,
             settings=self.settings,
             clock=clock,
@@ -171,15 +170,17 @@ class QueueService:
             threads=self._threads,
         )
 
-    def rewire(self, backend: Backend, clock: Clock, watch: Callable[[Handler], Handler]) -> None:
+    def replace_backend_for_testing(
+        self, backend: Backend, clock: Clock, wrap_handler: Callable[[Handler], Handler]
+    ) -> None:
         """For ``qkit.testing``: another backend and clock, handlers watched, no recurring timers.
 
         Without pings and lease renewals a test can tell that nothing more will happen.
         """
-        self._require("rewire", "new")
-        self._wire(backend, clock)
-        self._registry.handlers = [watch(handler) for handler in self._registry.handlers]
-        self._recurs = False
+        self._require("replace_backend_for_testing", "new")
+        self._build_components(backend, clock)
+        self._registry.handlers = [wrap_handler(handler) for handler in self._registry.handlers]
+        self._background_timers = False
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -246,23 +247,24 @@ class QueueService:
         Raises ``ConfigError`` or ``Unsupported`` for what cannot work, before connecting, and
         ``BackendUnavailable`` if the broker cannot be reached; then it may be tried again.
         """
-        async with self._life:
+        async with self._lifecycle_lock:
             if self._state == "running":
                 return
             self._require("start", "new")
             planned = self._plan()
             self._state = "starting"
             self._bind(asyncio.get_running_loop())
-            self._connection.move(ConnectionState.CONNECTING)
+            self._connection.transition_to(ConnectionState.CONNECTING)
             try:
                 await self._open(planned)
             except BaseException as error:
-                self._connection.failed(error)
-                await self._dismiss()
+                self._connection.record_failure(error)
+                await self._stop_consumers()
                 await self._close_backend()
                 for route in self._routes.known():
                     route.declared = False
                 self._state = "new"
+                self._producer.close()
                 self._bind(None)
                 raise
 
@@ -271,9 +273,9 @@ class QueueService:
         self._routes.check_settings()
         planned: list[tuple[Route, Handler]] = []
         for channel in list(self._registry.channels.values()):
-            self._routes.of(channel)
+            self._routes.resolve(channel)
         for handler in self._registry.handlers:
-            route = self._routes.of(self._registry.channels[handler.channel])
+            route = self._routes.resolve(self._registry.channels[handler.channel])
             self._routes.check_handler(route, handler)
             self._routes.prefetch(route, handler)
             planned.append((route, handler))
@@ -282,24 +284,25 @@ class QueueService:
     async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
         self._telemetry.start(lambda: self._counters.snapshot().channels)
         await self._backend.start()
-        self._connection.move(ConnectionState.CONNECTED)
+        self._connection.transition_to(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
             )
-        if isinstance(self._backend, DeadLetterSource) and not self._hears_deaths:
-            self._backend.on_dead_letter(self._died_in_backend)
+        if isinstance(self._backend, DeadLetterSource) and not self._listening:
+            self._backend.on_dead_letter(self._on_backend_dead_letter)
             if isinstance(self._backend, DroppedLetterSource):
-                self._backend.on_dropped_letter(self._letter_was_dropped)
-            self._hears_deaths = True  # also if this start fails and is tried again
+                self._backend.on_dropped_letter(self._on_dropped_letter)
+            self._listening = True  # also if this start fails and is tried again
         for route in self._routes.known():
             await self._producer.declare(route)
         self._state = "running"  # from here on handlers may run, and they may send
+        self._producer.open()
         for route, handler in planned:
-            self._crew.hire(route, handler, renews=self._recurs)
-        if self._recurs:
+            self._consumers.start(route, handler, renew_leases=self._background_timers)
+        if self._background_timers:
             self._monitor.start()
-        await self._crew.wait_ready(self.settings.send_timeout)
+        await self._consumers.wait_ready(self.settings.send_timeout)
 
     async def run(self) -> None:
         """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed.
@@ -317,7 +320,7 @@ class QueueService:
             self.force()
 
         # Before the start, in which handlers may begin to work: a signal must not cut them off.
-        with catch(loop, first, second):
+        with handle_signals(loop, first, second):
             await self.start()
             try:
                 await self._stop.wait()
@@ -361,29 +364,30 @@ class QueueService:
         await task
 
     async def _shut_down(self, timeout: float | None) -> None:
-        async with self._life:
+        async with self._lifecycle_lock:
             if self._state in ("new", "closed"):
                 self._state = "closed"
                 return
             self._state = "stopping"  # readiness is false from here on
-            self._connection.move(ConnectionState.CLOSING)
+            self._connection.transition_to(ConnectionState.CLOSING)
             if timeout is None:
                 timeout = self.settings.shutdown.timeout
-            abandoned = await self._crew.drain(timeout, self._force)
-            await self._dismiss()
-            await self._sender.drain()
+            abandoned = await self._consumers.drain(timeout, self._force)
+            await self._stop_consumers()
+            await self._producer.drain()
+            self._producer.close()
             self._threads.close()
             await self._close_backend()
             self._state = "closed"
             self._bind(None)
-            self._connection.move(ConnectionState.CLOSED)
+            self._connection.transition_to(ConnectionState.CLOSED)
             logger.info("shut down, %d handlers abandoned", abandoned)
             self._events.emit(ShutDown(abandoned))
             await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)
 
-    async def _dismiss(self) -> None:
+    async def _stop_consumers(self) -> None:
         await self._monitor.stop()
-        await self._crew.dismiss(0.0 if self._force.is_set() else self.settings.send_timeout)
+        await self._consumers.stop(0.0 if self._force.is_set() else self.settings.send_timeout)
 
     async def _close_backend(self) -> None:
         """Close it, whatever it says to that: nothing is left that could depend on it."""
@@ -537,13 +541,13 @@ class QueueService:
     def pause(self, channel: Channel[T] | str) -> None:
         """Start no more handlers of a channel until ``resume``; running ones go on."""
         self._require("pause", "running")
-        for consumer in self._crew.of(name_of(channel), "pause"):
+        for consumer in self._consumers.consumers_of(name_of(channel), "pause"):
             consumer.pause()
 
     def resume(self, channel: Channel[T] | str) -> None:
         """Consume a channel again, also one that rests because a dependency was unavailable."""
         self._require("resume", "running")
-        for consumer in self._crew.of(name_of(channel), "resume"):
+        for consumer in self._consumers.consumers_of(name_of(channel), "resume"):
             consumer.resume()
 
     # -- watching ----------------------------------------------------------------------------
@@ -573,10 +577,10 @@ class QueueService:
 
         May be asked from another thread, which hears of a blocked event loop too.
         """
-        consumers, working = self._crew.health()
+        consumers, working = self._consumers.health()
         connected = self._connection.state is ConnectionState.CONNECTED
-        still = self._monitor.still_for
-        turning = still < STALLED
+        still = self._monitor.seconds_since_last_run
+        turning = still < LOOP_STALL_SECONDS
         serving = self._state == "running" and not self.stopping
         well = serving and connected and working and turning
         failing = [f"{item.channel}: {item.failing}" for item in consumers if item.failing]
@@ -597,11 +601,11 @@ class QueueService:
         """The counters, together and for each channel."""
         return self._counters.snapshot()
 
-    def _died_in_backend(self, letter: DeadLetter) -> None:
+    def _on_backend_dead_letter(self, letter: DeadLetter) -> None:
         """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
         for route in self._routes.known():
             if route.queue == letter.channel:
-                record_death(
+                record_dead_letter(
                     replace(letter, channel=route.name),
                     kept=route.dead_letter is not None,
                     counters=route.counters,
@@ -609,7 +613,7 @@ class QueueService:
                     consumer=letter.group or route.name,
                 )
 
-    def _letter_was_dropped(self, letter: DeadLetter) -> None:
+    def _on_dropped_letter(self, letter: DeadLetter) -> None:
         """The dead letters are full and the oldest went: the one thing that qkit lets go."""
         logger.error(
             "%s: the dead letters are full, the oldest is dropped: message %s (%s)",
@@ -646,9 +650,9 @@ class QueueService:
         """A channel's dead letters: ``list``, ``replay``, ``purge``."""
         return self._administer("dead_letters").dead_letters(name_of(name))
 
-    def _administer(self, operation: str) -> Administration:
+    def _administer(self, operation: str) -> QueueAdmin:
         self._require_sending(operation)
-        return self._administration
+        return self._admin
 
     def _require_sending(self, operation: str) -> None:
         if self._state not in ("running", "stopping"):  # a handler may send while it drains

@@ -11,15 +11,17 @@ from typing import Protocol, Self, TypeVar
 
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Backend, Capabilities, QueueStats
 from qkit.errors import LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message
+from qkit.observability.connection_state import ConnectionState
 from qkit.observability.events import EventName
-from qkit.observability.health import ConnectionState, Health, Metrics
+from qkit.observability.health import Health
+from qkit.observability.metrics import Metrics
 from qkit.sending.sync_sender import BlockingSends
 from qkit.service import QueueService
 from qkit.settings.model import Settings
@@ -151,7 +153,7 @@ class SyncQueueService(BlockingSends):
             logger.warning("%s again: not waiting for handlers", name)
             self._service.force()
 
-        with catch(caller.loop, first, second):
+        with handle_signals(caller.loop, first, second):
             try:
                 self._stopped.wait()
             finally:

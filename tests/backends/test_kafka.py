@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import Admin, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
@@ -35,7 +36,7 @@ from qkit.errors import (
     Reject,
     SendTimeout,
 )
-from qkit.message import DeadLetter, Envelope, Reason, new_id
+from qkit.message import DeadLetter, Envelope, Reason
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
@@ -191,6 +192,7 @@ async def test_keyed_messages_keep_their_order_and_keyless_ones_are_spread(
 # Topics
 
 
+@pytest.mark.proves("003-dlq-5")
 async def test_topics_are_made_as_configured_and_kept_as_they_are(
     kafka_url: str, backend: KafkaBackend, admin: Any, name: str
 ) -> None:
@@ -249,6 +251,7 @@ async def test_a_deleted_topic_does_not_come_back_by_itself(
     assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"kept"]
 
 
+@pytest.mark.proves("000-replication-1")
 async def test_more_replicas_than_brokers_are_refused(backend: KafkaBackend, name: str) -> None:
     with pytest.raises(ConfigError, match="replicas") as caught:
         await backend.declare(QueueSpec(name=name, replicas=5))
@@ -418,6 +421,7 @@ async def test_a_delayed_copy_for_each_group_comes_once_to_each(
 # Dead letters
 
 
+@pytest.mark.proves("003-dlq-5", "003-dlq-6", "003-dlq-7")
 async def test_a_dead_letter_names_where_its_message_lay_and_why_it_died(
     kafka_url: str, backend: KafkaBackend, raw: Any, name: str
 ) -> None:
@@ -625,6 +629,7 @@ async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time
 # The end
 
 
+@pytest.mark.proves("003-shutdown-9", "003-shutdown-10", "003-shutdown-11")
 async def test_a_shutdown_commits_leaves_and_disconnects(
     kafka_url: str, backend: KafkaBackend, name: str
 ) -> None:

@@ -12,10 +12,11 @@ import pytest
 
 from local_brokers.probes import free_port
 from qkit import Message, QueueService, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.private_brokers import PrivateBroker, private_broker
 from tests.support.proxy import Proxy
 from tests.support.waiting import eventually

@@ -19,12 +19,13 @@ import pytest_asyncio
 from aiokafka import errors
 
 from qkit import Message, QueueService, Reject, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import AckDeadlineExceeded
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
 
@@ -370,6 +371,7 @@ async def test_commits_are_gathered(backend: KafkaBackend, name: str) -> None:
     assert 1 <= len(commits) <= 20
 
 
+@pytest.mark.proves("003-speed-6")
 async def test_with_a_batch_size_each_completed_batch_is_committed(
     open_backend: Open, name: str
 ) -> None:

@@ -239,6 +239,7 @@ class TestPublish:
             (delivery,) = await subscription.receive(1)
             assert delivery.envelope.headers == {"h": "1"}
 
+    @pytest.mark.proves("002-improvements-6")
     async def test_expiry_in_wall_time(self, backend: NativeBackend, clock: VirtualClock) -> None:
         letters: list[DeadLetter] = []
         backend.on_dead_letter(letters.append)
@@ -281,6 +282,7 @@ class TestSubscription:
             assert [*attempts, delivery.envelope.attempt] == [1, 2, 2, 3]
             assert delivery.envelope.headers == {"failed": "60.0"}
 
+    @pytest.mark.proves("000-ack-2")
     @pytest.mark.parametrize("what", ["ack", "release", "extend"])
     async def test_settling_twice_and_late(
         self, backend: NativeBackend, clock: VirtualClock, what: str
@@ -329,6 +331,7 @@ class TestSubscription:
         ]
         assert (await backend.stats("dead")).depth == 1
 
+    @pytest.mark.proves("000-prefetch-1")
     async def test_prefetch_is_never_exceeded(
         self, backend: NativeBackend, clock: VirtualClock
     ) -> None:
@@ -424,6 +427,7 @@ class TestSubscription:
             assert await first == []
             assert ids(await second) == ["a"]
 
+    @pytest.mark.proves("000-features-5", "000-prefetch-6")
     async def test_a_message_for_a_full_consumer_goes_to_the_next(
         self, backend: NativeBackend
     ) -> None:
@@ -488,11 +492,13 @@ class TestSubscription:
                 await subscription.receive(1)
             await subscription.ack(delivery)  # harmless
 
+    @pytest.mark.proves("000-consume-2")
     async def test_an_unknown_queue(self, backend: NativeBackend) -> None:
         with pytest.raises(QueueNotFound):
             async with backend.subscribe(spec(queue="unknown")):
                 pass
 
+    @pytest.mark.proves("000-metrics-3")
     async def test_topics(self, backend: NativeBackend) -> None:
         await backend.declare(QueueSpec(name="prices", broadcast=True))
         await send(backend, "unheard", queue="prices")

@@ -9,7 +9,7 @@ import uuid
 import aiormq
 import pytest
 
-from qkit import ConfigError, QueueService, Settings, consume
+from qkit import ConfigError, QueueService, Settings, backends, consume
 from qkit._internal.clock import SystemClock
 from qkit.backend import (
     Admin,
@@ -23,6 +23,7 @@ from tests.support.rabbitmq import bare_channel, ready
 from tests.support.waiting import eventually
 
 
+@pytest.mark.proves("003-shutdown-5", "003-shutdown-6", "003-shutdown-7", "003-shutdown-8")
 async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told_last(
     rabbitmq_url: str,
 ) -> None:
@@ -84,6 +85,7 @@ def test_settings_choose_it() -> None:
     assert not backend.capabilities.replicas
 
 
+@pytest.mark.proves("000-replication-1")
 def test_replicas_choose_quorum_queues() -> None:
     settings = Settings(type="rabbitmq", url="amqp://localhost/", replicas=3)
     backend = open_backend(settings, SystemClock())
@@ -99,6 +101,8 @@ def test_replicas_choose_quorum_queues() -> None:
 
 
 def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The failed import replaces the package in its parent: put the first one back afterwards.
+    monkeypatch.setattr(backends, "rabbitmq", sys.modules["qkit.backends.rabbitmq"])
     for module in [item for item in sys.modules if item.startswith("qkit.backends.rabbitmq")]:
         monkeypatch.delitem(sys.modules, module)
     for module in [item for item in sys.modules if item.partition(".")[0] in {"aiormq", "pamqp"}]:

@@ -19,6 +19,7 @@ from redis import exceptions
 
 from qkit import ConfigError, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Admin,
     DeadLetterSource,
@@ -44,7 +45,7 @@ from qkit.errors import (
     SubscriptionLost,
     Unsupported,
 )
-from qkit.message import DeadLetter, Envelope, Reason, new_id
+from qkit.message import DeadLetter, Envelope, Reason
 from tests.support.waiting import eventually
 
 
@@ -91,6 +92,7 @@ async def take(subscription: RedisSubscription, count: int = 1) -> list[Delivery
 # Other programs
 
 
+@pytest.mark.proves("003-redis-2")
 async def test_what_another_program_pushed_is_consumed(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
@@ -246,6 +248,7 @@ async def test_a_delayed_message_is_before_nobody(
     assert (await backend.stats(name)).depth == 1
 
 
+@pytest.mark.proves("003-redis-2")
 async def test_a_person_can_read_what_qkit_sent(
     backend: RedisListBackend, raw: Any, name: str
 ) -> None:
@@ -289,6 +292,7 @@ def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
 # Nothing is lost
 
 
+@pytest.mark.proves("003-redis-3")
 async def test_a_cancelled_wait_loses_nothing_fifty_times(
     backend: RedisListBackend, name: str
 ) -> None:
@@ -413,6 +417,7 @@ async def unreliable(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend
     await backend.aclose()
 
 
+@pytest.mark.proves("003-redis-3")
 async def test_without_leases_a_message_is_gone_once_it_is_taken(
     unreliable: RedisListBackend, raw: Any, name: str
 ) -> None:
@@ -486,6 +491,7 @@ async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
         assert len(await take(again)) == 1
 
 
+@pytest.mark.proves("003-redis-9")
 async def test_a_service_outlives_its_killed_connection(
     raw: Any, redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

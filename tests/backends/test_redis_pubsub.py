@@ -81,6 +81,7 @@ async def take(subscription: Any, count: int = 1) -> list[Delivery]:
 # Other programs
 
 
+@pytest.mark.proves("003-redis-6")
 async def test_what_another_program_publishes_reaches_a_typed_handler(
     redis_url: str, raw: Any, name: str
 ) -> None:
@@ -110,6 +111,7 @@ async def test_each_foreign_message_has_an_id_of_its_own(
     assert {delivery.envelope.attempt for delivery in found} == {1}
 
 
+@pytest.mark.proves("003-redis-5")
 async def test_a_person_can_read_what_qkit_publishes(redis_url: str, raw: Any, name: str) -> None:
     async with raw.pubsub() as listener, service_on(redis_url) as service:
         await listener.subscribe(name)
@@ -134,6 +136,7 @@ async def _messages(listener: Any, count: int) -> AsyncIterator[bytes]:
 # Every channel is a topic
 
 
+@pytest.mark.proves("003-redis-1", "003-redis-7")
 async def test_send_is_publish_and_every_subscriber_hears_it(redis_url: str, name: str) -> None:
     got: dict[str, list[int]] = {"one": [], "two": [], "elsewhere": []}
 
@@ -250,6 +253,7 @@ async def test_a_replay_is_for_its_group_alone(backend: RedisPubSubBackend, name
     assert found[0].envelope.headers == {"tenant": "acme"}
 
 
+@pytest.mark.proves("003-redis-5")
 async def test_concurrent_publishes_share_a_round_trip(
     redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +369,7 @@ async def test_what_a_stopped_subscriber_had_not_handled_is_gone_and_counted(
 # Broken connections
 
 
+@pytest.mark.proves("003-redis-6", "003-redis-9", "003-redis-10")
 async def test_subscriptions_are_restored_after_a_killed_connection(
     private_redis: PrivateBroker, name: str
 ) -> None:
@@ -396,6 +401,7 @@ async def test_subscriptions_are_restored_after_a_killed_connection(
         assert states == ["disconnected", "connected"]
 
 
+@pytest.mark.proves("003-redis-8")
 async def test_an_outage_of_the_server_is_outlived(private_redis: PrivateBroker, name: str) -> None:
     got: list[int] = []
 
@@ -443,6 +449,7 @@ async def test_a_server_that_falls_silent_is_given_up(
         await backend.aclose()
 
 
+@pytest.mark.proves("003-shutdown-13", "003-shutdown-14", "003-shutdown-15")
 async def test_shutdown_leaves_neither_subscription_nor_connection_and_is_told_last(
     private_redis: PrivateBroker, name: str
 ) -> None:

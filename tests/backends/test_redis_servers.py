@@ -145,6 +145,7 @@ async def test_who_is_refused_hears_why_and_not_the_secret(
 # Shutdown
 
 
+@pytest.mark.proves("003-shutdown-14")
 async def test_a_service_on_lists_hangs_up_and_tells_of_it_last(name: str) -> None:
     told: list[str] = []
 
@@ -194,6 +195,7 @@ async def _pair() -> AsyncIterator[tuple[PrivateBroker, PrivateBroker]]:
         yield primary, replica
 
 
+@pytest.mark.proves("000-replication-1")
 async def test_a_send_waits_for_its_replica_and_says_when_none_confirms(name: str) -> None:
     async with _pair() as (primary, replica):
         backend = RedisListBackend(Address(primary.url, timeout=2.0), replicas=2)

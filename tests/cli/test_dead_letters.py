@@ -10,10 +10,11 @@ from collections.abc import Collection
 import pytest
 
 from qkit import QueueService, Settings
+from qkit._internal.ids import new_id
 from qkit.admin.dead_letters import DeadLetters
 from qkit.cli.dead_letters import seconds
 from qkit.errors import ConfigError
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.cli import Shell
 
 
@@ -78,6 +79,7 @@ def test_a_dry_run_only_says_what_it_would_do(shell: Shell, letters: list[str]) 
     assert len(shell.json("dlq", "list", "orders")) == 3
 
 
+@pytest.mark.proves("002-dlq-7")
 def test_letters_are_replayed_by_filter_by_id_and_all(shell: Shell, letters: list[str]) -> None:
     answer = shell.json("dlq", "replay", "orders", "--error", "ConnectionError")
     assert answer["message_ids"] == letters[2:]

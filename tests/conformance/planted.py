@@ -15,23 +15,24 @@ import pytest
 import pytest_asyncio
 
 from qkit._internal.clock import Clock
-from qkit._internal.retry import RetryPolicy
+from qkit._internal.ids import new_id
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.subscription import NativeSubscription
 from qkit.codec.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consuming.consumer import Consumer
-from qkit.consuming.consumer_pool import Crew
-from qkit.consuming.delivery_buffer import Intake
-from qkit.consuming.executor import RetryLater
+from qkit.consuming.consumer_pool import ConsumerPool
+from qkit.consuming.delivery_buffer import DeliveryBuffer
+from qkit.consuming.outcome import RetryLater
 from qkit.consuming.settlement import Settlement
 from qkit.errors import ConfigError, QueueError
-from qkit.message import DeadLetter, Envelope, Sent, new_id
+from qkit.handlers.retry_policy import RetryPolicy
+from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native import Engine
 from qkit.native.queue.state import QueueState
 from qkit.native.queue.topic import Topic
-from qkit.observability.health import Connection
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.service import QueueService
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -417,7 +418,7 @@ def acks_before_the_dead_letter_is_written(patch: pytest.MonkeyPatch) -> None:
 
         return bury
 
-    wrap(patch, Settlement, "_bury", change)
+    wrap(patch, Settlement, "_dead_letter", change)
 
 
 @fault("test_a_failing_handler_is_called_max_attempts_times_and_no_more")
@@ -448,12 +449,12 @@ def retries_what_cannot_be_decoded(patch: pytest.MonkeyPatch) -> None:
 @fault("test_messages_of_one_key_are_handled_one_after_the_other")
 def no_key_lanes(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        def init(self: Intake, *, lanes: bool, **kw: Any) -> None:
+        def init(self: DeliveryBuffer, *, lanes: bool, **kw: Any) -> None:
             original(self, lanes=False, **kw)
 
         return init
 
-    wrap(patch, Intake, "__init__", change)
+    wrap(patch, DeliveryBuffer, "__init__", change)
 
 
 @fault("test_a_paused_channel_starts_no_handler_until_it_is_resumed")
@@ -463,20 +464,25 @@ def pause_does_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_shutdown_waits_for_running_handlers_and_settles_them")
 def shutdown_waits_for_nobody(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Crew, "drain", lambda drain: lambda self, timeout, force: drain(self, 0.0, force))
+    wrap(
+        patch,
+        ConsumerPool,
+        "drain",
+        lambda drain: lambda self, timeout, force: drain(self, 0.0, force),
+    )
 
 
 @fault("test_failures_are_counted_by_their_kind", "test_each_failure_is_told_and_counted")
 def retries_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        def retrying(self: Settlement, envelope: Envelope, outcome: RetryLater) -> None:
+        def record_retry(self: Settlement, envelope: Envelope, outcome: RetryLater) -> None:
             before = self._counters.retried
             original(self, envelope, outcome)
             self._counters.retried = before
 
-        return retrying
+        return record_retry
 
-    wrap(patch, Settlement, "retrying", change)
+    wrap(patch, Settlement, "record_retry", change)
 
 
 @fault("test_replay_sends_all_of_them_again_as_they_were")
@@ -499,7 +505,7 @@ def replay_leaves_the_letter_behind(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_broker_that_does_not_answer_is_noticed_and_its_return_too")
 def health_never_notices(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Connection, "failed", lambda self, error: None)
+    patch.setattr(ConnectionTracker, "record_failure", lambda self, error: None)
 
 
 @fault("test_a_compressed_body_is_small_on_the_broker")

@@ -7,9 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "durable_queue.py"
 
 
+@pytest.mark.proves(
+    "002-overview-1", "002-delivery-4", "002-delivery-5", "002-place-5", "002-testing-9"
+)
 def test_killed_twice_and_nothing_lost(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(EXAMPLE), str(tmp_path / "data")],

@@ -31,6 +31,7 @@ def demo(**environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proves("001-overview-1", "002-place-1", "002-usage-2")
 def test_the_demo_checks_itself_and_exits_0() -> None:
     shown = demo()
     assert "on native" in shown
@@ -54,6 +55,7 @@ ELSEWHERE = [
 ]
 
 
+@pytest.mark.proves("003-compat-1", "003-compat-4")
 @pytest.mark.broker
 @pytest.mark.parametrize(("environment", "cannot"), ELSEWHERE)
 def test_the_same_code_runs_elsewhere(

@@ -67,6 +67,7 @@ def assert_nothing_left(actor: QueueActor) -> None:
 
 
 class TestRegister:
+    @pytest.mark.proves("000-structures-6")
     async def test_registered_consumers_are_listed_with_what_they_hold(
         self, either: Engine
     ) -> None:
@@ -84,6 +85,7 @@ class TestRegister:
         await held.ack()
         assert [entry.in_flight for entry in await either.consumers("tasks")] == [0, 0]
 
+    @pytest.mark.proves("000-structures-6")
     async def test_open_subscriptions_are_listed_too(self, either: Engine) -> None:
         await either.create("tasks")
         await either.publish("tasks", b"x")
@@ -128,6 +130,7 @@ class TestRegister:
         with pytest.raises(ConsumerNotFound):
             await either.unregister("news", "anna", group="others")
 
+    @pytest.mark.proves("000-config-8")
     @pytest.mark.parametrize("prefetch", [0, -1, 1001, 2.5])
     async def test_a_limit_that_cannot_be_is_refused(self, engine: Engine, prefetch) -> None:
         await engine.create("tasks")
@@ -146,6 +149,7 @@ class TestRegister:
         with pytest.raises(QueueNotFound):
             await engine.consumers("unknown")
 
+    @pytest.mark.proves("000-errors-5")
     async def test_a_consumer_that_nobody_registered(self, engine: Engine) -> None:
         await engine.create("tasks")
         with pytest.raises(ConsumerNotFound, match=r"'anna'.*register it first"):
@@ -174,6 +178,7 @@ class TestRegister:
 
 
 class TestUnregisteredWhileWaiting:
+    @pytest.mark.proves("000-errors-5")
     async def test_a_parked_consume_is_told_at_once(self, either: Engine) -> None:
         await either.create("tasks")
         await either.register("tasks", "anna")
@@ -225,6 +230,7 @@ class TestUnregisteredWhileWaiting:
 
 
 class TestPrefetch:
+    @pytest.mark.proves("000-prefetch-1", "000-config-7")
     async def test_ten_unless_told_otherwise(self, either: Engine) -> None:
         await either.create("tasks")
         await either.register("tasks", "anna")
@@ -235,6 +241,7 @@ class TestPrefetch:
         assert await either.consume("tasks", consumer="anna") is None
         await take(either, consumer="bert")
 
+    @pytest.mark.proves("000-prefetch-4", "000-scenarios-6")
     @pytest.mark.parametrize("how", ["ack", "nack", "dead letter", "lost lease", "raised limit"])
     async def test_it_waits_at_its_limit_and_is_woken(self, either: Engine, how: str) -> None:
         await either.create("tasks", ack_deadline=5)
@@ -276,6 +283,7 @@ class TestPrefetch:
             await (await done[settled]).ack()
         assert_nothing_left(actor_of(either))
 
+    @pytest.mark.proves("000-prefetch-6")
     async def test_a_full_consumer_leaves_its_wake_up_to_others(self, either: Engine) -> None:
         await either.create("tasks")
         await either.register("tasks", "anna", 1)
@@ -379,10 +387,12 @@ class TestBalance:
         assert_nothing_left(actor_of(engine))
         return shares
 
+    @pytest.mark.proves("000-scenarios-3", "002-improvements-4")
     async def test_by_turns(self, either: Engine) -> None:
         await either.create("tasks")
         assert await self.shares(either, "abcd", 40) == dict.fromkeys("abcd", 10)
 
+    @pytest.mark.proves("002-improvements-4")
     async def test_by_load(self, either: Engine) -> None:
         await either.create("tasks", balance="least_busy")
         for _ in range(12):
@@ -422,6 +432,7 @@ class TestBalance:
                 await passes()
         assert order == ["b", "c", "d", "a"]
 
+    @pytest.mark.proves("002-improvements-4")
     async def test_at_random(self, either: Engine) -> None:
         await either.create("tasks", balance="random")
         actor_of(either)._random = Random(7)
@@ -611,6 +622,7 @@ class TestWaitingForRoom:
         assert (await either.publish("tasks", b"2", wait=5)).position == 1
         assert clock.monotonic() == start
 
+    @pytest.mark.proves("000-scenarios-8")
     @pytest.mark.parametrize(
         "how",
         ["ack", "dead letter", "last lease", "purge", "remove", "expiry", "limit", "drop oldest"],

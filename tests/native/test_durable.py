@@ -80,6 +80,7 @@ STOPS = [
 stops = pytest.mark.parametrize("stop", STOPS)
 
 
+@pytest.mark.proves("002-log-6", "002-hybrid-3", "002-testing-9")
 async def test_a_message_keeps_all_that_it_was_sent_with(tmp_path: Path):
     """In a real directory, by the real clock, through a writer's thread."""
     async with await Engine.open(tmp_path / "data") as engine:
@@ -103,6 +104,7 @@ async def test_a_message_keeps_all_that_it_was_sent_with(tmp_path: Path):
         assert await engine.consume("orders") is None
 
 
+@pytest.mark.proves("002-hybrid-4")
 @stops
 async def test_order_is_kept_inside_a_priority(places, stop):
     engine = await places.open(segment_bytes=500)
@@ -116,6 +118,7 @@ async def test_order_is_kept_inside_a_priority(places, stop):
     assert found == before == sorted(before, key=lambda id: (-(int(id) % 3), id))
 
 
+@pytest.mark.proves("002-delivery-2", "002-delivery-5")
 @stops
 async def test_what_was_held_comes_again_at_once_and_its_attempts_are_kept(places, stop):
     engine = await places.open()
@@ -135,6 +138,7 @@ async def test_what_was_held_comes_again_at_once_and_its_attempts_are_kept(place
     assert (await engine.stats("orders")).in_flight == 1
 
 
+@pytest.mark.proves("002-log-9", "002-delivery-3", "002-delivery-6")
 @stops
 async def test_what_is_settled_stays_settled(places, stop):
     engine = await places.open(segment_bytes=300)
@@ -151,6 +155,7 @@ async def test_what_is_settled_stays_settled(places, stop):
     assert await engine.peek("orders", 100) == []
 
 
+@pytest.mark.proves("002-log-11")
 @stops
 async def test_the_last_delivery_in_flight_is_a_dead_letter_after_a_crash_only(places, stop):
     engine = await places.open()
@@ -177,6 +182,7 @@ async def test_the_last_delivery_in_flight_is_a_dead_letter_after_a_crash_only(p
         assert (await take(engine, "orders")).retry_count == 2
 
 
+@pytest.mark.proves("002-delivery-2")
 @stops
 async def test_a_crash_before_the_last_delivery_is_one_delivery(places, stop):
     engine = await places.open()
@@ -204,6 +210,7 @@ async def test_a_delay_goes_on_while_the_engine_is_down(places, clock, stop):
     assert (await take(engine, "orders", timeout=11)).message_id == "30"
 
 
+@pytest.mark.proves("002-log-10")
 @stops
 async def test_a_backoff_goes_on_too(places, stop):
     engine = await places.open()
@@ -236,6 +243,7 @@ async def test_a_life_goes_on_while_the_engine_is_down(places, clock, stop):
     assert len(await engine.dead_letters("orders")) == 3
 
 
+@pytest.mark.proves("002-log-11")
 @stops
 async def test_dead_letters_keep_their_facts_and_can_be_replayed(places, clock, stop):
     engine = await places.open()
@@ -340,6 +348,7 @@ async def test_counters_begin_anew(places, stop):
     assert stats.oldest_message_age_secs == 0
 
 
+@pytest.mark.proves("002-log-8")
 async def test_the_age_of_a_message_counts_from_its_send(places):
     engine = await places.open()
     await engine.create("orders")
@@ -462,6 +471,7 @@ async def test_opening_fails_and_lets_the_directory_go(tmp_path):
         assert [item.kind for item in engine.storage.damage] == ["damaged"]
 
 
+@pytest.mark.proves("002-compaction-1", "002-compaction-7")
 @pytest.mark.parametrize("kill", [False, True])
 async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, kill):
     """Deliveries, backoffs, burials and removals of messages whose segments are written anew."""

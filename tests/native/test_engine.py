@@ -39,6 +39,17 @@ async def drain(engine: Engine, queue: str = "tasks") -> list[bytes]:
 
 
 class TestPublish:
+    @pytest.mark.proves(
+        "000-operations-1",
+        "000-operations-2",
+        "000-structures-3",
+        "000-publish-3",
+        "000-publish-6",
+        "000-consume-5",
+        "000-consume-6",
+        "000-consume-7",
+        "000-consume-9",
+    )
     async def test_a_delivery_shows_what_was_published(self, engine: Engine) -> None:
         await engine.create("tasks")
         headers = {"tenant": "acme"}
@@ -52,6 +63,9 @@ class TestPublish:
         assert (delivery.headers, delivery.key) == ({"tenant": "acme"}, "k")
         assert repr(delivery) == "<Delivery mine of tasks, retry 0>"
 
+    @pytest.mark.proves(
+        "001-overview-5", "001-reaper-1", "001-reaper-2", "004-actors-4", "004-states-5"
+    )
     async def test_a_delay_is_kept_to_the_moment(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         sent = await engine.publish("tasks", b"x", delay=7 * 24 * 3600)
@@ -61,6 +75,7 @@ class TestPublish:
         assert clock.monotonic() - start == 7 * 24 * 3600
         await delivery.ack()
 
+    @pytest.mark.proves("000-publish-2", "000-errors-1")
     @pytest.mark.parametrize(
         ("options", "error"),
         [
@@ -97,6 +112,7 @@ class TestPublish:
         assert await engine.retry_dead_letters("tasks") == 0
         assert await engine.purge_dead_letters("tasks") == 0
 
+    @pytest.mark.proves("004-dlq-2")
     async def test_a_failing_callback_loses_no_dead_letter(
         self, engine: Engine, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -113,6 +129,9 @@ class TestPublish:
 
 
 class TestSettle:
+    @pytest.mark.proves(
+        "000-ack-4", "000-nack-3", "000-nack-5", "000-errors-3", "002-ack-6", "002-ack-7"
+    )
     @pytest.mark.parametrize("first", ["ack", "nack"])
     @pytest.mark.parametrize("second", ["ack", "nack", "extend"])
     async def test_settling_twice(self, engine: Engine, first: str, second: str) -> None:
@@ -126,6 +145,7 @@ class TestSettle:
         if other is not None:
             await other.ack()
 
+    @pytest.mark.proves("000-ack-4", "000-nack-5", "000-errors-6")
     @pytest.mark.parametrize("late", ["ack", "nack", "extend"])
     async def test_settling_late(self, engine: Engine, clock: VirtualClock, late: str) -> None:
         await engine.create("tasks")
@@ -156,6 +176,7 @@ class TestSettle:
         again = await take(engine, timeout=2)
         assert again.retry_count == 1
 
+    @pytest.mark.proves("000-features-3", "002-dlq-6")
     async def test_backoff_doubles_up_to_its_limit(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
@@ -169,6 +190,7 @@ class TestSettle:
             await delivery.nack()
         assert waits == [0, 1, 2, 4, 5]
 
+    @pytest.mark.proves("000-dead-3")
     async def test_a_nack_after_the_ttl_is_a_dead_letter(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
@@ -179,6 +201,7 @@ class TestSettle:
         assert await delivery.nack() == "dead_lettered"
         assert (await engine.dead_letters("tasks"))[0].reason == Reason.TTL_EXPIRED
 
+    @pytest.mark.proves("000-lifecycle-6", "000-deadline-4", "002-ack-5", "004-states-4")
     async def test_a_consumer_that_always_crashes_ends_in_the_dead_letters(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
@@ -277,6 +300,9 @@ class TestBlockedLoop:
 
 
 class TestParkedConsumers:
+    @pytest.mark.proves(
+        "000-management-3", "000-metrics-3", "001-overview-8", "001-cycle-2", "002-hybrid-2"
+    )
     async def test_they_are_served_in_order_and_at_once(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
@@ -298,6 +324,7 @@ class TestParkedConsumers:
         assert served == [0, 1, 2, 3]
         assert clock.monotonic() == start
 
+    @pytest.mark.proves("000-consume-3")
     async def test_a_timeout_ends_the_wait(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         start = clock.monotonic()
@@ -338,6 +365,7 @@ class TestParkedConsumers:
         actor.wake()
         assert {(await task).message_id for task in tasks} == {"0", "1", "2"}
 
+    @pytest.mark.proves("004-actors-7")
     @pytest.mark.parametrize("others", [0, 1])
     async def test_cancelled_with_the_wake_up_in_flight(self, engine: Engine, others: int) -> None:
         """RELIABILITY row 10: fifty times, nothing is lost and nobody sleeps on a message."""
@@ -376,6 +404,7 @@ class TestParkedConsumers:
 
 
 class TestAdministration:
+    @pytest.mark.proves("000-management-1", "000-structures-1", "004-actors-1")
     async def test_create_is_idempotent_and_a_difference_is_named(self, engine: Engine) -> None:
         await engine.create("tasks", max_depth=5)
         await engine.publish("tasks", b"x")
@@ -384,6 +413,7 @@ class TestAdministration:
         with pytest.raises(ConfigError, match="max_depth=5 and now with 6"):
             await engine.create("tasks", max_depth=6)
 
+    @pytest.mark.proves("004-actors-6", "004-dlq-3", "004-dlq-5")
     async def test_a_dead_letter_queue_made_by_need_may_be_declared_after(
         self, engine: Engine
     ) -> None:
@@ -395,6 +425,7 @@ class TestAdministration:
         delivery = await take(engine, "tasks_dlq")
         assert delivery.headers["qkit-dead-channel"] == "tasks"
 
+    @pytest.mark.proves("000-dead-4")
     async def test_the_oldest_dead_letter_goes_when_there_are_too_many(
         self, engine: Engine, clock: VirtualClock
     ) -> None:
@@ -406,6 +437,7 @@ class TestAdministration:
         assert [letter.body for letter in await engine.dead_letters("tasks")] == [b"1", b"2"]
         assert (await engine.stats("tasks_dlq")).dropped_total == 1
 
+    @pytest.mark.proves("004-dlq-4")
     async def test_a_dead_letter_fits_into_a_narrower_queue(self, engine: Engine) -> None:
         await engine.create("tasks_dlq", dead_letter=False, max_priority=0)
         await engine.create("tasks")
@@ -423,6 +455,23 @@ class TestAdministration:
         assert [letter.body for letter in await engine.dead_letters("tasks")] == [b"2"]
         assert await drain(engine) == [b"0", b"1"]
 
+    @pytest.mark.proves(
+        "000-management-3",
+        "000-structures-2",
+        "000-structures-7",
+        "000-metrics-1",
+        "000-metrics-2",
+        "000-metrics-4",
+        "000-metrics-5",
+        "000-metrics-6",
+        "000-metrics-7",
+        "000-metrics-9",
+        "000-metrics-10",
+        "002-improvements-8",
+        "002-improvements-9",
+        "002-improvements-10",
+        "004-actors-3",
+    )
     async def test_stats(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         fresh = await engine.stats("tasks")
@@ -442,6 +491,7 @@ class TestAdministration:
         assert stats.avg_wait_time_ms == 2000
         assert stats.oldest_message_age_secs == 3
 
+    @pytest.mark.proves("000-operations-5", "000-operations-6", "000-management-4")
     async def test_peek_purge_remove_delete(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         for n in range(4):
@@ -477,6 +527,7 @@ class TestAdministration:
         assert len(await engine.dead_letters(name)) == 1
         assert await engine.list() == [name, name + "_dlq"]
 
+    @pytest.mark.proves("000-management-1")
     @pytest.mark.parametrize(
         "options",
         [
@@ -516,6 +567,7 @@ class TestLife:
         with pytest.raises(LifecycleError, match="another event loop"):
             await asyncio.to_thread(asyncio.run, declare())
 
+    @pytest.mark.proves("001-reaper-1")
     async def test_close_leaves_no_timer(self, engine: Engine, clock: VirtualClock) -> None:
         await engine.create("tasks")
         await engine.publish("tasks", b"x", delay=5)

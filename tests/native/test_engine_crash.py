@@ -94,6 +94,7 @@ async def kill_everywhere(random: Random, clock: VirtualClock, steps: int) -> tu
     return count, books.confirmed
 
 
+@pytest.mark.proves("002-log-3", "002-compaction-3", "002-testing-12", "002-summary-5")
 async def test_killed_after_every_single_call_to_the_disk(clock):
     print("seed", SEED)
     random = Random(SEED)
@@ -160,6 +161,14 @@ async def lose_power(clock: VirtualClock, seed: int, states: int) -> None:
     print(f"{done} states of {lives} lives")
 
 
+@pytest.mark.proves(
+    "002-overview-1",
+    "002-hybrid-1",
+    "002-hybrid-6",
+    "002-testing-12",
+    "002-pitfalls-1",
+    "002-summary-5",
+)
 async def test_power_loss_loses_no_confirmed_send(clock):
     await lose_power(clock, SEED, 1000)
 
@@ -343,6 +352,23 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
     assert total > rounds
 
 
+@pytest.mark.proves(
+    "001-overview-2",
+    "002-overview-1",
+    "002-overview-2",
+    "002-log-3",
+    "002-delivery-1",
+    "002-delivery-2",
+    "002-delivery-3",
+    "002-delivery-4",
+    "002-delivery-6",
+    "002-hybrid-1",
+    "002-hybrid-6",
+    "002-testing-12",
+    "002-summary-1",
+    "002-summary-2",
+    "002-summary-5",
+)
 def test_kill_9_at_random_instants_loses_nothing_confirmed(tmp_path):
     kill_rounds(tmp_path, SEED, 25)
 

@@ -109,6 +109,7 @@ def segments(files: dict[str, bytes]) -> list[str]:
 # Cut
 
 
+@pytest.mark.proves("002-pitfalls-2")
 @pytest.mark.parametrize("segment_bytes", [BIG, 700], ids=["one-segment", "several"])
 async def test_cut_at_every_byte_it_opens_with_the_exact_prefix_of_its_history(
     clock, segment_bytes
@@ -261,6 +262,7 @@ async def drain(engine: Engine) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.proves("002-index-6")
 async def test_damage_in_what_a_snapshot_covers_is_found_when_it_is_read(clock, caplog):
     """A snapshot spares the reading of older segments, so what is damaged there shows later."""
     print("seed", SEED)

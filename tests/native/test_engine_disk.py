@@ -320,6 +320,7 @@ async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock
     assert owed < 20
 
 
+@pytest.mark.proves("002-compaction-12")
 async def test_tidying_a_full_disk_raises_what_it_says(clock):
     disk = SimulatedDisk()
     engine = await filled(disk, clock, segment_bytes=300)

@@ -502,6 +502,7 @@ ORDINARY = settings(
 )
 
 
+@pytest.mark.proves("002-index-3", "002-compaction-4", "002-testing-3", "004-actors-5")
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_durable_engine_does_what_its_model_does() -> None:

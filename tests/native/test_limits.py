@@ -30,7 +30,7 @@ from qkit.native import Engine
 from qkit.native.bulk import BulkWriter, commit
 from qkit.native.catalogue import MAX_QUEUES
 from qkit.native.log.encode import encode_declare, encode_publish
-from qkit.observability.health import MAX_CHANNELS, Counters
+from qkit.observability.metrics import MAX_CHANNELS, Counters
 from tests.support.engines import open_engine, view
 
 TWINS = "ordérs", "orde\u0301rs", "оrders", "orders\u200b", "ORDERS\ufe0f"
@@ -371,6 +371,7 @@ async def poison(path: Path, count: int, keep: int) -> None:
     await engine.aclose()
 
 
+@pytest.mark.proves("002-index-4", "002-compaction-5", "002-testing-11")
 async def test_poison_messages_fill_neither_memory_nor_disk(tmp_path):
     await poison(tmp_path, 20_000, 1_000)
 
@@ -393,6 +394,7 @@ async def bytes_for_each_queue(engine: Engine, count: int) -> float:
         tracemalloc.stop()
 
 
+@pytest.mark.proves("000-figures-6", "001-concurrency-2")
 async def test_many_queues_cost_little(tmp_path):
     async with Engine() as engine:
         memory = await bytes_for_each_queue(engine, 5_000)
@@ -404,6 +406,7 @@ async def test_many_queues_cost_little(tmp_path):
         assert len(await engine.list()) == 2_000
 
 
+@pytest.mark.proves("000-figures-8", "001-concurrency-2", "002-place-2")
 async def test_an_empty_queue_costs_about_a_kilobyte():
     async with Engine() as engine:
         assert await bytes_for_each_queue(engine, 2_000) < 1_500
@@ -427,7 +430,7 @@ async def test_a_hundred_thousand_queues(tmp_path):
 def test_the_labels_of_metrics_are_bounded():
     counters = Counters()
     for number in range(100_000):
-        counters.of(f"queue-{number}").sent += 1
+        counters.for_channel(f"queue-{number}").sent += 1
     metrics = counters.snapshot()
     assert len(metrics.channels) <= MAX_CHANNELS + 1
     assert metrics.messages_sent == 100_000

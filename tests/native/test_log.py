@@ -43,6 +43,7 @@ def disk() -> SimulatedDisk:
     return SimulatedDisk()
 
 
+@pytest.mark.proves("002-log-1", "002-log-2", "002-testing-2")
 async def test_records_come_back_in_the_order_of_their_appends(tmp_path):
     places = []
     for round in range(3):
@@ -63,6 +64,7 @@ async def test_records_come_back_in_the_order_of_their_appends(tmp_path):
     await log.close()
 
 
+@pytest.mark.proves("002-index-6")
 async def test_recovery_can_begin_where_a_snapshot_ends(disk):
     log = started(disk, segment_bytes=300)
     places = [await log.append([content(at, 30)]) for at in range(30)]
@@ -73,6 +75,7 @@ async def test_recovery_can_begin_where_a_snapshot_ends(disk):
         assert [number(entry.content) for entry in later] == list(range(at, 30))
 
 
+@pytest.mark.proves("002-performance-4", "002-performance-5", "002-performance-7")
 async def test_a_hundred_appenders_share_their_syncs(disk):
     log = started(disk)
 
@@ -130,6 +133,7 @@ async def test_many_segments_are_read_with_few_open_files(tmp_path, monkeypatch)
 # Policies
 
 
+@pytest.mark.proves("002-delivery-1", "002-performance-8", "002-improvements-1", "002-pitfalls-1")
 async def test_always_confirms_after_the_sync_and_only_written_before_it(disk):
     log = started(disk)
     await log.append([content(0)])
@@ -194,6 +198,7 @@ async def synced_again(disk: SimulatedDisk) -> None:
     assert await asyncio.to_thread(done.wait, 10)
 
 
+@pytest.mark.proves("002-log-1")
 async def test_what_nobody_awaits_keeps_its_place_and_is_written_at_close(disk):
     log = started(disk)
     log.append_nowait([content(0)])
@@ -205,6 +210,7 @@ async def test_what_nobody_awaits_keeps_its_place_and_is_written_at_close(disk):
     assert numbers(disk) == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.proves("002-improvements-2")
 @pytest.mark.parametrize("fsync", ["always", "never"])
 async def test_a_group_too_large_for_one_write_goes_in_steps(disk, fsync):
     log = started(disk, segment_bytes=5 << 20, fsync=fsync)
@@ -381,6 +387,7 @@ async def test_a_real_full_disk(small_disk):
 # Tidying
 
 
+@pytest.mark.proves("002-compaction-3")
 async def test_segments_are_rewritten_and_removed(disk):
     log = started(disk, segment_bytes=300)
     places = [await log.append([content(at, 50)]) for at in range(20)]
@@ -476,6 +483,7 @@ async def test_damage_is_noticed_when_a_segment_is_read_for_compaction(tmp_path)
 # Life
 
 
+@pytest.mark.proves("002-index-3")
 async def test_calls_at_the_wrong_time_say_so(disk):
     log = Log(disk)
     for call in (log.start, log.segments, lambda: log.append([b"x"]),

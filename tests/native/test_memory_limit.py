@@ -39,6 +39,9 @@ async def take(engine: Engine, queue: str = "orders", **options: Any) -> Deliver
     return delivery
 
 
+@pytest.mark.proves(
+    "002-hybrid-2", "002-hybrid-5", "002-compaction-11", "002-performance-6", "002-testing-11"
+)
 @pytest.mark.parametrize("limit", [0, LIMIT, 1 << 30])
 async def test_a_queue_larger_than_the_limit(tmp_path, limit):
     """In a real directory, with segments ending, consumers at work and compaction under them."""
@@ -67,6 +70,7 @@ async def test_a_queue_larger_than_the_limit(tmp_path, limit):
     await engine.aclose()
 
 
+@pytest.mark.proves("002-index-3", "002-hybrid-4")
 @pytest.mark.parametrize("tidy", [False, True])
 @pytest.mark.parametrize("limit", [0, LIMIT, 1 << 30])
 async def test_a_queue_larger_than_the_limit_is_opened_again(clock, limit, tidy):
@@ -175,6 +179,7 @@ async def test_every_way_out_gives_the_memory_back(clock):
     await engine.aclose()
 
 
+@pytest.mark.proves("002-performance-8", "002-improvements-1")
 async def test_a_lease_that_ends_while_its_body_is_read_costs_nothing(tmp_path):
     engine = await open_engine(tmp_path, memory_limit=0)
     await engine.create("orders")
@@ -225,6 +230,7 @@ async def test_a_consumer_that_gives_up_while_a_body_is_read_costs_nothing(tmp_p
     await engine.aclose()
 
 
+@pytest.mark.proves("002-performance-6", "002-place-2", "002-place-5")
 async def test_memory_is_really_bounded(tmp_path):
     size, count, limit = 20_000, 1_000, 1 << 20
     engine = await open_engine(tmp_path, memory_limit=limit, fsync="never")
@@ -249,6 +255,7 @@ async def test_memory_is_really_bounded(tmp_path):
     await engine.aclose()
 
 
+@pytest.mark.proves("002-compaction-4")
 async def test_bodies_are_right_whatever_compaction_does(clock):
     print("seed", SEED)
     random = Random(SEED)

@@ -253,6 +253,18 @@ ORDINARY = settings(
 )
 
 
+@pytest.mark.proves(
+    "000-intro-1",
+    "000-structures-2",
+    "001-overview-1",
+    "001-storage-1",
+    "001-storage-2",
+    "002-testing-3",
+    "002-testing-4",
+    "004-actors-2",
+    "004-actors-3",
+    "004-structures-4",
+)
 def test_a_queue_does_what_its_model_does() -> None:
     run_state_machine_as_test(QueueModel, settings=ORDINARY)
 

@@ -33,6 +33,14 @@ def waiting(queue: QueueState) -> list[str]:
 # Order
 
 
+@pytest.mark.proves(
+    "000-features-1",
+    "000-priority-2",
+    "000-publish-4",
+    "000-config-3",
+    "001-storage-4",
+    "004-structures-1",
+)
 def test_priorities_come_first_and_arrival_decides_inside_one() -> None:
     queue = QueueState("q")
     put(queue, "a", "b", priority=5)
@@ -48,6 +56,7 @@ def test_the_default_priority_stays_in_a_narrow_range() -> None:
     assert claim(queue)[0].priority == 2
 
 
+@pytest.mark.proves("001-overview-4")
 def test_256_priorities() -> None:
     queue = QueueState("q", max_priority=255)
     for priority in (0, 255, 128, 254):
@@ -55,6 +64,7 @@ def test_256_priorities() -> None:
     assert ids(claim(queue)) == ["255", "254", "128", "0"]
 
 
+@pytest.mark.proves("000-features-1", "000-errors-4")
 @pytest.mark.parametrize("priority", [-1, 10, 1000])
 def test_a_priority_outside_the_range_is_refused_and_the_range_named(priority: int) -> None:
     queue = QueueState("q")
@@ -65,6 +75,7 @@ def test_a_priority_outside_the_range_is_refused_and_the_range_named(priority: i
     assert queue.ready == 0
 
 
+@pytest.mark.proves("000-priority-2", "001-storage-4", "004-structures-1")
 def test_a_released_message_returns_to_its_place() -> None:
     queue = QueueState("q")
     put(queue, "a", "b", "c", "d")
@@ -77,6 +88,7 @@ def test_a_released_message_returns_to_its_place() -> None:
     assert ids(claim(queue)) == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.proves("001-cycle-1", "001-reaper-2", "004-structures-2")
 def test_a_first_delay_gives_a_place_when_due_and_a_delayed_retry_keeps_its_own() -> None:
     queue = QueueState("q")
     put(queue, "first")
@@ -91,11 +103,13 @@ def test_a_first_delay_gives_a_place_when_due_and_a_delayed_retry_keeps_its_own(
     assert ids(claim(queue, now=10.0)) == ["first", "second", "third", "delayed"]
 
 
+@pytest.mark.proves("001-cycle-1")
 def test_a_due_time_that_has_passed_is_no_delay() -> None:
     queue = QueueState("q")
     assert queue.put(5.0, "a", b"", due=5.0) == 0
 
 
+@pytest.mark.proves("000-lifecycle-1", "000-publish-8")
 def test_position_counts_what_is_ahead_at_equal_or_higher_priority() -> None:
     queue = QueueState("q")
     assert queue.put(0.0, "a", b"", priority=5) == 0
@@ -128,6 +142,7 @@ SETTLE = {
 }
 
 
+@pytest.mark.proves("000-ack-2", "000-ack-3", "000-nack-3", "002-pitfalls-3")
 @pytest.mark.parametrize("settle", SETTLE.values(), ids=SETTLE.keys())
 @pytest.mark.parametrize(
     ("token", "error"),
@@ -158,6 +173,7 @@ def test_a_token_that_holds_nothing_is_refused_and_touches_nothing(settle, token
     assert queue.in_flight == 0
 
 
+@pytest.mark.proves("000-structures-4", "002-ack-2")
 def test_attempts_count_deliveries_and_an_uncharged_release_does_not() -> None:
     queue = QueueState("q")
     put(queue, "a")
@@ -191,6 +207,7 @@ def test_release_writes_headers_back() -> None:
     assert claim(queue)[0].headers is None
 
 
+@pytest.mark.proves("000-ack-3")
 def test_the_same_id_twice_is_two_messages() -> None:
     queue = QueueState("q")
     put(queue, "a", "a")
@@ -202,6 +219,14 @@ def test_the_same_id_twice_is_two_messages() -> None:
 # Leases
 
 
+@pytest.mark.proves(
+    "000-structures-5",
+    "000-deadline-2",
+    "001-cycle-3",
+    "001-reaper-3",
+    "004-states-2",
+    "004-structures-3",
+)
 def test_an_expired_lease_returns_the_message_in_its_place() -> None:
     queue = QueueState("q")
     put(queue, "a", "b")
@@ -214,6 +239,7 @@ def test_an_expired_lease_returns_the_message_in_its_place() -> None:
     assert queue.next_due() is None
 
 
+@pytest.mark.proves("000-lifecycle-2")
 def test_claim_and_ack_do_not_look_at_the_clock() -> None:
     queue = QueueState("q")
     put(queue, "a")
@@ -223,6 +249,7 @@ def test_claim_and_ack_do_not_look_at_the_clock() -> None:
     assert queue.acked == 1
 
 
+@pytest.mark.proves("004-structures-3")
 @pytest.mark.parametrize(("seconds", "ends"), [(60.0, 70.0), (5.0, 15.0)])
 def test_extend_moves_the_end_both_ways(seconds: float, ends: float) -> None:
     queue = QueueState("q")
@@ -235,6 +262,9 @@ def test_extend_moves_the_end_both_ways(seconds: float, ends: float) -> None:
     assert queue.ready == 1
 
 
+@pytest.mark.proves(
+    "000-structures-4", "000-structures-5", "000-deadline-4", "002-dlq-1", "004-dlq-1", "004-dlq-2"
+)
 def test_the_last_allowed_lease_ends_in_a_dead_letter() -> None:
     queue = QueueState("q", max_deliveries=2)
     put(queue, "a")
@@ -250,6 +280,7 @@ def test_the_last_allowed_lease_ends_in_a_dead_letter() -> None:
     assert (queue.ready, queue.in_flight) == (0, 0)
 
 
+@pytest.mark.proves("000-deadline-3")
 def test_without_a_limit_it_comes_again_for_ever() -> None:
     queue = QueueState("q")
     put(queue, "a")
@@ -258,6 +289,7 @@ def test_without_a_limit_it_comes_again_for_ever() -> None:
         assert queue.expire(turn + 1.0) == []
 
 
+@pytest.mark.proves("000-dead-2", "004-dlq-5")
 def test_reject_buries_with_the_reason() -> None:
     queue = QueueState("q")
     put(queue, "a")
@@ -269,6 +301,7 @@ def test_reject_buries_with_the_reason() -> None:
 # Time to live
 
 
+@pytest.mark.proves("000-features-6")
 def test_ttl_runs_out_while_ready_or_scheduled() -> None:
     queue = QueueState("q")
     put(queue, "ready", expires=5.0)
@@ -294,6 +327,7 @@ def test_ttl_of_a_delayed_retry_runs_out_in_the_schedule() -> None:
     assert queue.expire(100.0) == []
 
 
+@pytest.mark.proves("002-improvements-7")
 def test_an_expired_message_is_never_handed_out() -> None:
     queue = QueueState("q")
     put(queue, "a", expires=5.0)
@@ -314,6 +348,7 @@ def test_a_message_in_flight_does_not_expire_but_is_checked_on_return() -> None:
     assert (message, reason) == (lost, Reason.TTL_EXPIRED)
 
 
+@pytest.mark.proves("002-improvements-5")
 def test_a_key_and_an_expiry_stay_with_the_message() -> None:
     queue = QueueState("q")
     put(queue, "a", key="k", expires=5.0)
@@ -381,6 +416,7 @@ def test_purge_leaves_what_is_held() -> None:
     assert ids(dead.message for dead in queue.expire(50.0)) == ["held"]
 
 
+@pytest.mark.proves("001-storage-2", "002-index-1")
 def test_remove_takes_named_ones_unless_held() -> None:
     queue = QueueState("q")
     put(queue, "held", "a", "b", "a")
@@ -392,6 +428,7 @@ def test_remove_takes_named_ones_unless_held() -> None:
     assert ids(claim(queue, now=10.0)) == ["b"]
 
 
+@pytest.mark.proves("004-structures-2")
 def test_peek_shows_the_order_of_delivery_with_due_times() -> None:
     queue = QueueState("q")
     put(queue, "a", priority=1)
@@ -401,6 +438,7 @@ def test_peek_shows_the_order_of_delivery_with_due_times() -> None:
     assert [(m.id, due) for m, due in queue.peek(3)] == [("b", None), ("a", None), ("sooner", 8.0)]
 
 
+@pytest.mark.proves("000-metrics-9")
 def test_waiting_time_is_measured_from_ready_to_first_delivery() -> None:
     queue = QueueState("q")
     put(queue, "a", now=10.0)
@@ -418,6 +456,9 @@ def test_waiting_time_is_measured_from_ready_to_first_delivery() -> None:
 # Garbage
 
 
+@pytest.mark.proves(
+    "000-lifecycle-3", "001-cycle-4", "002-index-4", "002-compaction-6", "004-structures-4"
+)
 def test_settled_deliveries_leave_no_garbage_behind() -> None:
     queue = QueueState("q", max_depth=10**6)
     for n in range(5_000):
@@ -434,6 +475,7 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
     assert not queue._held_by
 
 
+@pytest.mark.proves("001-storage-3", "002-index-4")
 def test_renewals_leave_no_garbage_behind() -> None:
     queue = QueueState("q")
     put(queue, "a")
@@ -448,6 +490,7 @@ def test_renewals_leave_no_garbage_behind() -> None:
     assert queue.holds(long.state)
 
 
+@pytest.mark.proves("001-storage-3")
 def test_leases_of_any_length_end_in_their_order() -> None:
     queue = QueueState("q")
     leases = [30.0, 5.0, 60.0, 1.0, 30.0, 90.0]
@@ -511,6 +554,7 @@ def test_a_bucket_whose_messages_were_all_removed_is_passed_over() -> None:
     assert ids(claim(queue)) == ["low"]
 
 
+@pytest.mark.proves("000-deadline-2", "001-storage-3", "004-actors-4")
 def test_stale_heads_do_not_set_the_timer() -> None:
     queue = QueueState("q")
     put(queue, "a", expires=5.0)

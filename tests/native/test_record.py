@@ -45,6 +45,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 HEADERS = st.none() | st.dictionaries(st.text(), st.text(), min_size=1)
 
 
+@pytest.mark.proves("002-log-6", "002-log-8")
 @given(U32, U64, TEXT, st.binary(), st.integers(0, 255), WALL, WALL, WALL, st.none() | TEXT,
        HEADERS, U32)  # fmt: skip
 def test_a_message_comes_back_as_it_was(
@@ -64,6 +65,7 @@ MESSAGE = encode_publish(9, 4, "0190", b"body", headers={"a": "b"}, key="k")
 SAID = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
 
 
+@pytest.mark.proves("002-log-7")
 @pytest.mark.parametrize(
     ("content", "record"),
     [

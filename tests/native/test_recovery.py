@@ -57,6 +57,7 @@ def ends(data: bytes) -> list[int]:
 # Cut
 
 
+@pytest.mark.proves("002-log-2", "002-testing-2", "002-pitfalls-2")
 @pytest.mark.parametrize("close", [True, False])
 async def test_cut_at_every_byte_it_opens_with_the_exact_prefix(close):
     data = (await small_log(close=close)).files()[name_of(1)]

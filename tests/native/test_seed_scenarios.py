@@ -32,6 +32,14 @@ async def drain(engine: Engine) -> list[bytes]:
     return bodies
 
 
+@pytest.mark.proves(
+    "000-publish-7",
+    "000-scenarios-1",
+    "001-cycle-2",
+    "002-hybrid-3",
+    "002-testing-5",
+    "004-states-1",
+)
 async def test_basic_fifo_ordering(either: Engine) -> None:
     await either.create("tasks")
     sent = [await either.publish("tasks", f"{n}".encode()) for n in range(5)]
@@ -40,6 +48,7 @@ async def test_basic_fifo_ordering(either: Engine) -> None:
     assert await drain(either) == [b"0", b"1", b"2", b"3", b"4"]
 
 
+@pytest.mark.proves("000-intro-1", "000-lifecycle-1", "000-priority-1", "000-scenarios-2")
 async def test_priority_ordering(either: Engine) -> None:
     await either.create("tasks")
     for n, priority in enumerate((0, 9, 5, 9, 0, None)):
@@ -47,6 +56,7 @@ async def test_priority_ordering(either: Engine) -> None:
     assert await drain(either) == [b"9 1", b"9 3", b"5 2", b"None 5", b"0 0", b"0 4"]
 
 
+@pytest.mark.proves("000-scenarios-3", "001-overview-3", "002-improvements-4")
 async def test_multiple_consumers_load_balancing(either: Engine) -> None:
     await either.create("tasks")
     shares: dict[str, int] = {"a": 0, "b": 0, "c": 0}
@@ -65,6 +75,23 @@ async def test_multiple_consumers_load_balancing(either: Engine) -> None:
     assert shares == {"a": 10, "b": 10, "c": 10}
 
 
+@pytest.mark.proves(
+    "000-intro-1",
+    "000-features-2",
+    "000-lifecycle-4",
+    "000-lifecycle-5",
+    "000-consume-3",
+    "000-consume-4",
+    "000-consume-8",
+    "000-deadline-1",
+    "000-deadline-3",
+    "000-metrics-6",
+    "000-scenarios-4",
+    "001-reaper-3",
+    "002-ack-1",
+    "002-ack-3",
+    "004-states-4",
+)
 async def test_ack_timeout_and_retry(either: Engine, clock: VirtualClock) -> None:
     await either.create("tasks")
     await either.publish("tasks", b"x")
@@ -81,6 +108,47 @@ async def test_ack_timeout_and_retry(either: Engine, clock: VirtualClock) -> Non
     assert (await either.stats("tasks")).acked_total == 1
 
 
+@pytest.mark.proves(
+    "000-operations-4",
+    "000-management-2",
+    "000-features-4",
+    "000-structures-1",
+    "000-structures-7",
+    "000-lifecycle-4",
+    "000-lifecycle-5",
+    "000-lifecycle-6",
+    "000-publish-5",
+    "000-nack-2",
+    "000-nack-4",
+    "000-nack-6",
+    "000-dead-1",
+    "000-dead-2",
+    "000-dead-3",
+    "000-dead-5",
+    "000-dead-6",
+    "000-dead-8",
+    "000-dead-9",
+    "000-config-2",
+    "000-config-5",
+    "000-metrics-8",
+    "000-scenarios-5",
+    "002-overview-4",
+    "002-log-11",
+    "002-ack-2",
+    "002-dlq-1",
+    "002-dlq-2",
+    "002-dlq-5",
+    "002-dlq-7",
+    "002-improvements-11",
+    "002-testing-7",
+    "002-testing-8",
+    "002-usage-2",
+    "002-summary-4",
+    "004-actors-1",
+    "004-actors-6",
+    "004-dlq-3",
+    "004-dlq-4",
+)
 async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
     await either.create("tasks")
     await either.publish("tasks", b"poison", headers={"source": "web"})
@@ -116,6 +184,7 @@ async def test_dead_letter_queue(either: Engine, clock: VirtualClock) -> None:
     assert await either.purge_dead_letters("tasks") == 1
 
 
+@pytest.mark.proves("000-features-5", "000-prefetch-3", "000-prefetch-4", "000-scenarios-6")
 async def test_prefetch_limits(either: Engine) -> None:
     """Of a consumer that was registered with the queue."""
     await either.create("tasks")
@@ -133,6 +202,7 @@ async def test_prefetch_limits(either: Engine) -> None:
     assert (await more).body == b"3"
 
 
+@pytest.mark.proves("000-scenarios-6")
 async def test_prefetch_limits_of_a_subscription(either: Engine) -> None:
     await either.create("tasks")
     for n in range(5):
@@ -148,6 +218,7 @@ async def test_prefetch_limits_of_a_subscription(either: Engine) -> None:
         assert [delivery.envelope.body for delivery in await more] == [b"2"]
 
 
+@pytest.mark.proves("000-scenarios-7", "002-testing-10", "002-testing-13")
 async def test_concurrent_publish_consume(either: Engine) -> None:
     await either.create("tasks")
     seen: list[bytes] = []
@@ -171,6 +242,7 @@ async def test_concurrent_publish_consume(either: Engine) -> None:
     assert len(seen) == len(set(seen)) == 1000
 
 
+@pytest.mark.proves("000-errors-2", "000-scenarios-8")
 async def test_queue_full_behavior(either: Engine) -> None:
     await either.create("tasks", max_depth=2)
     await either.publish("tasks", b"1")
@@ -187,6 +259,18 @@ async def test_queue_full_behavior(either: Engine) -> None:
     assert await drain(either) == [b"2", b"3"]
 
 
+@pytest.mark.proves(
+    "000-metrics-1",
+    "000-metrics-2",
+    "000-metrics-3",
+    "000-metrics-4",
+    "000-metrics-5",
+    "000-metrics-6",
+    "000-metrics-7",
+    "000-metrics-8",
+    "000-metrics-9",
+    "000-metrics-10",
+)
 async def test_metrics(either: Engine, clock: VirtualClock) -> None:
     """Every figure of the seed's example, on a queue where each is different."""
     await either.create("tasks", ack_deadline=600)

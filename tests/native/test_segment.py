@@ -44,6 +44,7 @@ def contents_of(data: bytes, header: Header = HEADER) -> list[bytes]:
     return found
 
 
+@pytest.mark.proves("002-log-5")
 def test_a_segment_is_read_as_it_was_written():
     records = [content(at, at * 10) for at in range(20)]
     data = segment(*records, mark(500, 1.0), seal())
@@ -76,6 +77,7 @@ def test_frames_quoted_in_a_message_are_none_even_when_it_is_damaged():
     assert contents_of(bytes(data)) == [content(99)]
 
 
+@pytest.mark.proves("002-log-5")
 def test_a_damaged_content_costs_one_record_and_a_damaged_length_too():
     records = [content(at, 40) for at in range(5)]
     second = HEADER_SIZE + FRAME_SIZE + len(records[0])
@@ -152,6 +154,7 @@ def test_short_writes_are_gone_on_with(short):
     assert disk.files()["x"] == bytes(4) + b"".join(parts)
 
 
+@pytest.mark.proves("002-improvements-2")
 def test_small_parts_are_one_write_and_large_ones_a_few():
     disk = SimulatedDisk()
     fd = disk.create("x")

@@ -91,6 +91,7 @@ def without_snapshots(disk: SimulatedDisk) -> SimulatedDisk:
     return SimulatedDisk({n: data for n, data in disk.files().items() if ".snap" not in n})
 
 
+@pytest.mark.proves("002-hybrid-7", "002-compaction-1", "002-compaction-2", "002-summary-1")
 @pytest.mark.parametrize("number", range(12))
 async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
     print("seed", SEED, number)
@@ -119,6 +120,7 @@ async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
         assert before
 
 
+@pytest.mark.proves("002-compaction-2", "002-compaction-6", "002-compaction-7", "002-compaction-13")
 async def test_what_is_settled_leaves_the_disk(disk: SimulatedDisk) -> None:
     with VirtualClock() as clock:
         engine = await opened(disk, clock)

@@ -64,6 +64,7 @@ class TestCalls:
         assert await asyncio.to_thread(thread) == b"x"
         assert (await engine.stats("tasks")).acked_total == 1
 
+    @pytest.mark.proves("001-storage-1")
     async def test_everything_that_can_be_awaited(self, engine: Engine) -> None:
         async def everything() -> None:
             await engine.create("other", max_depth=2)
@@ -167,6 +168,7 @@ class TestCalls:
         assert (await engine.stats("tasks")).acked_total == 2
 
 
+@pytest.mark.proves("000-scenarios-7", "001-storage-1")
 @pytest.mark.slow
 async def test_eight_threads_lose_and_double_nothing(engine: Engine) -> None:
     """RELIABILITY in small: each thread sends five hundred and takes what it finds."""

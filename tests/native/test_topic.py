@@ -30,6 +30,7 @@ async def prices(engine: Engine) -> None:
     await engine.create("prices", broadcast=True, max_depth=3)
 
 
+@pytest.mark.proves("002-improvements-3")
 async def test_every_group_gets_a_copy_from_its_first_declaration_on(engine: Engine) -> None:
     await engine.publish("prices", b"for nobody")
     await join(engine, "a")

@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from qkit._internal.ids import new_id
 from qkit.backend import Backend, Delivery, QueueSpec, Subscription, SubscriptionSpec
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.carriers import Site, behind_a_network, on, redelivers
 
 QUIET = 1.5  # seconds after which nothing more can be on its way

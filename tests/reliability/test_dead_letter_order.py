@@ -11,9 +11,10 @@ import pytest
 from pydantic import BaseModel
 
 from qkit import DeadLetter, QueueService, consume
+from qkit._internal.ids import new_id
 from qkit.backend import Backend, Delivery, Subscription
 from qkit.conformance.fault_injection import Tampered
-from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent, new_id
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent
 from tests.support.carriers import Site, in_other_processes, keeps_dead_letters, on, redelivers
 from tests.support.waiting import eventually
 

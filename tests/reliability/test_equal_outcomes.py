@@ -23,8 +23,9 @@ from qkit import (
     channel,
     consume,
 )
+from qkit._internal.ids import new_id
 from qkit.backend import Capabilities
-from qkit.message import TRACEPARENT, Envelope, new_id
+from qkit.message import TRACEPARENT, Envelope
 from tests.support.carriers import Carrier, Site, on
 from tests.support.waiting import eventually
 

@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 import qkit.spark
-from qkit.message import new_id
+from qkit._internal.ids import new_id
 from tests.spark.channels import service_of
 
 ROOT = Path(__file__).parents[2]

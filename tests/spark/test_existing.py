@@ -20,8 +20,8 @@ import pyarrow as pa
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
+from qkit._internal.ids import new_id
 from qkit.errors import BackendUnavailable, ConfigError, LogDamaged, QueueNotFound, StorageError
-from qkit.message import new_id
 from qkit.native import Engine, bulk_import
 from qkit.native.bulk import BulkWriter, commit, published_jobs
 from qkit.spark import staging

@@ -13,8 +13,8 @@ from pyspark.sql import SparkSession
 
 import qkit.spark
 from qkit import Header, Message, Settings, SyncQueueService, consume
+from qkit._internal.ids import new_id
 from qkit.errors import Unsupported
-from qkit.message import new_id
 from qkit.spark.kafka_connector import connector_options, has_connector, suits
 from qkit.spark.publish import as_options
 from tests.support.brokers import brokers_required

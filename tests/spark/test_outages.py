@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
+from qkit._internal.ids import new_id
 from qkit.errors import (
     BackendUnavailable,
 )
-from qkit.message import new_id
 from qkit.spark.options import plan_of
 from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import service_of, values

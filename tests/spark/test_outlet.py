@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.errors import QueueFull
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.spark.task_sender import Outlet
 from tests.support.waiting import eventually
 

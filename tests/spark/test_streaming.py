@@ -20,7 +20,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from qkit import Settings, SyncQueueService
-from qkit.message import new_id
+from qkit._internal.ids import new_id
 from qkit.spark.options import plan_of
 from tests.spark.conftest import ROOT
 from tests.support.proxy import Proxy

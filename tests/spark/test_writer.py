@@ -20,6 +20,7 @@ import redis
 from pyspark.sql.types import StructType
 
 from qkit import SyncQueueService
+from qkit._internal.ids import new_id
 from qkit.errors import (
     ConfigError,
     InvalidBody,
@@ -27,7 +28,6 @@ from qkit.errors import (
     QueueNotFound,
     StorageError,
 )
-from qkit.message import new_id
 from qkit.native import Engine
 from qkit.native.config import QueueConfig
 from qkit.spark import native_log

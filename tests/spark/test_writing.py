@@ -17,8 +17,9 @@ from pyspark.sql.streaming.query import StreamingQuery
 
 import qkit.spark
 from qkit import DeadLetter, Settings, SyncQueueService
+from qkit._internal.ids import new_id
 from qkit.errors import ConfigError, InvalidName
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native import Engine
 from qkit.native.bulk import published_jobs
 from qkit.spark.options import plan_of

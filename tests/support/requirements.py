@@ -1,57 +1,66 @@
-"""Which tests docs/requirements.toml maps, and that none of them goes unrun in CI."""
+"""Plugin that fails a CI run in which no test of a requirement ran."""
 
 from __future__ import annotations
 
 import tomllib
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support.brokers import brokers_required
 
-ROOT = Path(__file__).resolve().parents[2]
+LIST = Path(__file__).resolve().parents[2] / "docs" / "requirements.toml"
+# Options that select tests, beside paths and ``-m``.
+SELECTIONS = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "collectonly")
 
 
-@cache
-def requirements() -> tuple[dict[str, Any], ...]:
-    with (ROOT / "docs" / "requirements.toml").open("rb") as file:
-        return tuple(tomllib.load(file)["requirement"])
+def need_tests() -> set[str]:
+    """Return the ids of the lines in the state `test`."""
+    tables = tomllib.loads(LIST.read_text(encoding="utf-8"))
+    noted = {key for state in ("bench", "deviation", "planned") for key in tables.pop(state, ())}
+    return {key for seed in tables.values() for lines in seed.values() for key in lines} - noted
 
 
-@cache
-def mapped_tests() -> frozenset[str]:
-    return frozenset(test for entry in requirements() for test in entry.get("tests", ()))
+def is_complete(config: pytest.Config) -> bool:
+    """Tell whether the whole suite was asked for: no path, ``-k``, or ``-m`` of the caller."""
+    return (
+        config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        and config.getoption("markexpr") in ("", *config.getini("addopts"))
+        and not any(config.getoption(name, None) for name in SELECTIONS)
+    )
 
 
 class SkippedProofs:
-    """A pytest plugin: where brokers are due, a mapped test that only skipped fails the run.
+    """Where brokers are due, fail a complete run if no test of a `test` line passed.
 
-    The cases of a parametrised test count together: it is skipped when every case of it was.
+    A report carries the ids of its test as properties, so that it works with xdist as well.
     """
 
     def __init__(self) -> None:
-        self._skipped: set[str] = set()
-        self._ran: set[str] = set()
+        self._proven: set[str] = set()
+        self._unproven: list[str] = []
 
-    def unproven(self) -> list[str]:
-        return sorted((self._skipped - self._ran) & mapped_tests())
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            marks = item.iter_markers("proves")
+            item.user_properties += [("proves", key) for mark in marks for key in mark.args]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = report.nodeid.partition("[")[0]
-        if report.skipped and not hasattr(report, "wasxfail"):
-            self._skipped.add(test)
-        elif report.when == "call":
-            self._ran.add(test)
+        if report.when == "call" and report.passed:
+            marks = (key for name, key in report.user_properties if name == "proves")
+            self._proven.update(map(str, marks))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.unproven() and brokers_required() and session.exitstatus == pytest.ExitCode.OK:
+        passed = session.exitstatus == pytest.ExitCode.OK
+        if passed and brokers_required() and is_complete(session.config):
+            self._unproven = sorted(need_tests() - self._proven)
+        if self._unproven:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self.unproven() and brokers_required():
-            terminalreporter.section("requirements whose test was skipped", red=True)
-            for test in self.unproven():
-                terminalreporter.line(test)
+        if self._unproven:
+            terminalreporter.section("requirements of which no test ran", red=True)
+            for key in self._unproven:
+                terminalreporter.line(key)

@@ -62,6 +62,7 @@ def shop() -> tuple[QueueService, Orders]:
     return service, orders
 
 
+@pytest.mark.proves("002-usage-1")
 async def test_handlers_run_and_their_calls_are_seen() -> None:
     service, orders = shop()
     async with TestService(service) as t:

@@ -51,6 +51,17 @@ def test_there_are_enough_expected_errors() -> None:
     assert len(EXPECTED) >= 25
 
 
+@pytest.mark.proves(
+    "002-place-7",
+    "003-types-1",
+    "003-types-3",
+    "003-types-6",
+    "003-types-7",
+    "003-docs-4",
+    "003-docs-7",
+    "003-docs-8",
+    "003-compat-9",
+)
 @pytest.mark.slow
 def test_mypy_finds_exactly_the_expected_errors(bare: Path) -> None:
     clean = mypy(HERE / "proofs.py")
@@ -58,6 +69,9 @@ def test_mypy_finds_exactly_the_expected_errors(bare: Path) -> None:
     assert lines_with_errors(mypy(bare / "proofs.py").stdout) == EXPECTED
 
 
+@pytest.mark.proves(
+    "002-place-7", "003-types-1", "003-types-3", "003-types-6", "003-types-7", "003-docs-8"
+)
 @pytest.mark.slow
 def test_pyright_finds_exactly_the_expected_errors(bare: Path) -> None:
     clean = pyright(HERE)
@@ -65,10 +79,12 @@ def test_pyright_finds_exactly_the_expected_errors(bare: Path) -> None:
     assert lines_with_errors(pyright(bare).stdout) == EXPECTED
 
 
+@pytest.mark.proves("003-types-3", "003-docs-7")
 def test_the_package_says_that_it_is_typed() -> None:
     assert files("qkit").joinpath("py.typed").is_file()
 
 
+@pytest.mark.proves("003-docs-1", "003-docs-2", "003-docs-6")
 @pytest.mark.parametrize("name", qkit.__all__)
 def test_what_is_exported_is_importable_and_documented(name: str) -> None:
     item = getattr(qkit, name)
@@ -79,6 +95,7 @@ def test_what_is_exported_is_importable_and_documented(name: str) -> None:
     assert documentation, f"qkit.{name} has no docstring"
 
 
+@pytest.mark.proves("003-docs-1", "003-docs-5")
 def test_every_export_has_an_example_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))

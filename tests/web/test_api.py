@@ -13,8 +13,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from qkit import BackendUnavailable, Channel, QueueService, consume
+from qkit._internal.ids import new_id
 from qkit.backend import QueueStats
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.web import create_app
 from qkit.web.sampler import Sampler
 from qkit.web.schemas import QueueView

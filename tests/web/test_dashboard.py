@@ -96,6 +96,7 @@ async def test_what_nobody_knows_is_a_dash_and_own_rates_are_called_so(
         )
 
 
+@pytest.mark.proves("002-dlq-7")
 async def test_dead_letters_are_read_filtered_and_replayed_one_and_many(
     service: QueueService, orders: Orders
 ) -> None:

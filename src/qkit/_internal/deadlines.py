@@ -12,10 +12,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import Self
 
-__all__ = ["Deadline", "Deadlines", "Scope"]
+__all__ = ["CancelScope", "Deadline", "DeadlineTimer"]
 
 
-class Deadlines:
+class DeadlineTimer:
     """Time-outs that all last ``seconds``, in one event loop."""
 
     def __init__(self, seconds: float) -> None:
@@ -28,8 +28,8 @@ class Deadlines:
         """Their loop; kept, since before Python 3.12 each look for it is a call of the system."""
         return asyncio.get_running_loop()
 
-    def end(self) -> float:
-        """When one that begins now will end."""
+    def deadline_from_now(self) -> float:
+        """Return the loop's time at which a deadline that begins now will end."""
         return self.loop.time() + self.seconds
 
     def arm(self) -> None:
@@ -48,7 +48,7 @@ class Deadlines:
         self.arm()
 
 
-class Scope:
+class CancelScope:
     """What a task does within ``with``, which ``expire`` cuts short: it raises ``TimeoutError``.
 
     As ``asyncio.timeout(None)`` does, without asking asyncio for the task and its loop each time.
@@ -84,14 +84,12 @@ class Scope:
             self._task.cancel()
 
 
-class Deadline(Scope):
+class Deadline(CancelScope):
     """A scope of the running task that expires when its time is up, counted from its making.
-
-    ``end`` is what ``deadlines.end()`` has just said, for whoever knows it already.
 
     >>> async def main() -> None:
     ...     try:
-    ...         with Deadline(Deadlines(0.01)) as deadline:
+    ...         with Deadline(DeadlineTimer(0.01)) as deadline:
     ...             await asyncio.sleep(60)
     ...     except TimeoutError:
     ...         print("expired:", deadline.expired)
@@ -99,24 +97,23 @@ class Deadline(Scope):
     expired: True
     """
 
-    __slots__ = ("_deadlines", "end")
+    __slots__ = ("_timer", "end")
 
-    def __init__(self, deadlines: Deadlines, end: float | None = None) -> None:
+    def __init__(self, timer: DeadlineTimer) -> None:
         self.expired = False
-        self.end = deadlines.end() if end is None else end
-        self._deadlines = deadlines
+        self.end = timer.loop.time() + timer.seconds
+        self._timer = timer
 
     def __enter__(self) -> Self:
         """Begin."""
-        deadlines = self._deadlines
-        loop = deadlines.loop
-        task = asyncio.current_task(loop)
+        timer = self._timer
+        task = asyncio.current_task(timer.loop)
         assert task is not None, "a deadline cancels its task, so there must be one"
         self._task = task
         self._cancelling = task.cancelling()
-        deadlines.open[self] = None
-        if deadlines.timer is None:
-            deadlines.arm()
+        timer.open[self] = None
+        if timer.timer is None:
+            timer.arm()
         return self
 
     def __exit__(
@@ -126,7 +123,6 @@ class Deadline(Scope):
         traceback: TracebackType | None,
     ) -> None:
         """End, perhaps with ``TimeoutError``."""
-        deadlines = self._deadlines
-        del deadlines.open[self]
+        del self._timer.open[self]
         if self.expired:
             super().__exit__(kind, error, traceback)

@@ -1,21 +1,19 @@
-"""When to try again, and after how long. The only module that knows tenacity.
+"""Backoff, and the retry loop of calls that meet a broken connection.
 
-Two uses: a handler that failed (``RetryPolicy`` decides, the broker waits), and a send that met a
-broken connection (``persist`` waits here, within the send's own deadline).
+The only module that imports tenacity.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import tenacity
 
-from qkit.errors import BackendUnavailable, CircuitOpen, QueueError, Retry
+from qkit.errors import BackendUnavailable, CircuitOpen, QueueError
 
-__all__ = ["Backoff", "RetryPolicy", "persist"]
+__all__ = ["Backoff", "retry_while_unavailable"]
 
 T = TypeVar("T")
 
@@ -47,7 +45,7 @@ class Backoff:
 
     def after(self, failures: int) -> float:
         """How long to wait after that many failures in a row."""
-        state = tenacity.RetryCallState(retry_object=_ENGINE, fn=None, args=(), kwargs={})
+        state = tenacity.RetryCallState(retry_object=_RETRY_OBJECT, fn=None, args=(), kwargs={})
         state.attempt_number = max(1, failures)
         return self(state)
 
@@ -56,49 +54,19 @@ class Backoff:
         return wait + self._uniform(0.0, self._jitter * wait) if self._jitter else wait
 
 
-_ENGINE = tenacity.AsyncRetrying()  # a call state wants one; it is never run
+_RETRY_OBJECT = tenacity.AsyncRetrying()  # a call state wants one; it is never run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetryPolicy:
-    """A channel's answer to a failing handler.
-
-    >>> policy = RetryPolicy(max_attempts=3, backoff=Backoff(initial=1), dead_on=(KeyError,))
-    >>> policy.wait(ValueError(), attempt=1), policy.wait(ValueError(), attempt=3)
-    (1.0, None)
-    >>> policy.wait(KeyError(), attempt=1) is None
-    True
-    """
-
-    max_attempts: int
-    backoff: Backoff
-    mode: Literal["release", "inline"] = "release"
-    retry_on: tuple[type[Exception], ...] = (Exception,)
-    dead_on: tuple[type[Exception], ...] = ()
-
-    def wait(self, error: Exception, *, attempt: int, asked: float | None = None) -> float | None:
-        """Seconds until the next attempt, or ``None`` if this failure is final.
-
-        ``asked`` is the delay that the handler itself wants.
-        """
-        if attempt >= self.max_attempts or isinstance(error, self.dead_on):
-            return None
-        if asked is not None:
-            return asked
-        # ``Retry`` is the handler's own word, whatever ``retry_on`` says of accidents.
-        again = isinstance(error, (Retry, *self.retry_on))
-        return self.backoff.after(attempt) if again else None
-
-
-async def persist(
+async def retry_while_unavailable(
     call: Callable[[], Awaitable[T]],
     *,
     backoff: Backoff,
-    note: Callable[[QueueError], None],
+    on_failure: Callable[[QueueError], None],
 ) -> T:
     """Await ``call()`` again and again while the connection fails; the caller sets the deadline.
 
-    An open circuit is not retried: it says itself when to come back. ``note`` hears each failure.
+    An open circuit is not retried: it says itself when to come back. ``on_failure`` is called with
+    each failure.
     """
 
     def again(error: BaseException) -> bool:
@@ -107,7 +75,7 @@ async def persist(
     def before_sleep(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, QueueError):
-            note(error)
+            on_failure(error)
 
     retrying = tenacity.AsyncRetrying(
         wait=backoff,

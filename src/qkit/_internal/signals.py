@@ -20,14 +20,14 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-__all__ = ["catch"]
+__all__ = ["handle_signals"]
 
-GRACE = 1.5
+FORCED_EXIT_DELAY_SECONDS = 1.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @contextmanager
-def catch(
+def handle_signals(
     loop: asyncio.AbstractEventLoop, first: Callable[[str], None], second: Callable[[str], None]
 ) -> Generator[None, None, None]:
     """Call ``first`` and then ``second`` in ``loop``, with the signal's name.
@@ -45,19 +45,21 @@ def catch(
         count += 1
         name = signal.Signals(number).name
         if count == 1:
-            tell(first, name)
+            call_in_loop(first, name)
         elif count == 2:
             # If the loop is blocked nothing else can end it: restore the default, signal again.
             signal.signal(number, signal.SIG_DFL)
-            _thread.start_new_thread(insist, (number,))  # threading.Timer would take locks
-            tell(second, name)
+            _thread.start_new_thread(
+                kill_after_delay, (number,)
+            )  # threading.Timer would take locks
+            call_in_loop(second, name)
 
-    def tell(whom: Callable[[str], None], name: str) -> None:
+    def call_in_loop(whom: Callable[[str], None], name: str) -> None:
         with suppress(RuntimeError):  # the loop is closed: the end is near in any case
             loop.call_soon_threadsafe(whom, name)
 
-    def insist(number: int) -> None:  # pragma: no cover  # coverage sees no such thread
-        time.sleep(GRACE)
+    def kill_after_delay(number: int) -> None:  # pragma: no cover  # coverage sees no such thread
+        time.sleep(FORCED_EXIT_DELAY_SECONDS)
         if not over:
             os.kill(os.getpid(), number)
 

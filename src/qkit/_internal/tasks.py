@@ -8,14 +8,14 @@ from typing import Any, Final, TypeVar
 
 from qkit._internal.logging import logger
 
-__all__ = ["end_tasks", "to_its_end"]
+__all__ = ["cancel_and_wait", "run_to_completion"]
 
 T = TypeVar("T")
 
-AGAIN: Final = 0.5
+RECANCEL_INTERVAL_SECONDS: Final = 0.5
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_and_wait(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they are done.
 
     A cancellation can be swallowed on the way: Python 3.11's ``asyncio.wait_for`` does so when its
@@ -26,10 +26,10 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
     while left:
         for task in left:
             task.cancel()
-        _, left = await asyncio.wait(left, timeout=AGAIN)
+        _, left = await asyncio.wait(left, timeout=RECANCEL_INTERVAL_SECONDS)
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
     """Await what must not be left half done, whoever is in a hurry."""
     task = asyncio.ensure_future(work)
     try:

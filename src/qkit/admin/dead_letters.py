@@ -12,8 +12,8 @@ from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["DeadLetters"]
 
-REPLAY_GROUP = 100
-ALL = 1_000_000
+REPLAY_BATCH_SIZE = 100
+MAX_LISTED = 1_000_000
 
 
 class DeadLetters:
@@ -56,7 +56,7 @@ class DeadLetters:
         chosen = {ids} if isinstance(ids, str) else None if ids is None else set(ids)
         filtered = reason is not None or error is not None or chosen is not None
         try:
-            envelopes = await self._admin.peek(self._queue, ALL if filtered else limit)
+            envelopes = await self._admin.peek(self._queue, MAX_LISTED if filtered else limit)
         except QueueNotFound:
             return []  # it is made with the first dead letter, or by the first consumer
         letters = (
@@ -81,18 +81,18 @@ class DeadLetters:
         each to its own group.
         """
         letters = await self.list(
-            ALL if limit is None else limit, reason=reason, error=error, ids=ids
+            MAX_LISTED if limit is None else limit, reason=reason, error=error, ids=ids
         )
         if any(letter.group is not None for letter in letters):
             # They share the message's id, which is all that ``remove`` goes by: a letter of
             # another group left out here would be removed unsent.
-            letters = await self.list(ALL, ids={letter.message_id for letter in letters})
+            letters = await self.list(MAX_LISTED, ids={letter.message_id for letter in letters})
         by_id: dict[str, list[DeadLetter]] = {}
         for letter in letters:
             by_id.setdefault(letter.message_id, []).append(letter)
         groups = list(by_id.values())
-        for start in range(0, len(groups), REPLAY_GROUP):
-            together = groups[start : start + REPLAY_GROUP]
+        for start in range(0, len(groups), REPLAY_BATCH_SIZE):
+            together = groups[start : start + REPLAY_BATCH_SIZE]
             await self._replay([letter for group in together for letter in group])
         return len(letters)
 
@@ -140,7 +140,7 @@ class DeadLetters:
         reason: str | None = None,
         error: str | None = None,
     ) -> Counter[str]:
-        letters = await self.list(ALL, reason=reason, error=error, ids=ids)
+        letters = await self.list(MAX_LISTED, reason=reason, error=error, ids=ids)
         return Counter(letter.message_id for letter in letters)
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Admin, Backend, QueueStats, UnheardReporting
 from qkit.errors import PartialSend, QueueError, Unsupported
-from qkit.handlers.route import Routes
-from qkit.message import GROUP, Envelope, Message, Sent, check_name
+from qkit.handlers.route import RouteTable
+from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 
-__all__ = ["Administration"]
+__all__ = ["QueueAdmin"]
 
 
-class Administration:
+class QueueAdmin:
     """Translates names to the broker's and refuses what the backend does not offer."""
 
     def __init__(
-        self, backend: Backend, *, settings: Settings, routes: Routes, producer: Producer
+        self, backend: Backend, *, settings: Settings, routes: RouteTable, producer: Producer
     ) -> None:
         self._backend = backend
         self._settings = settings

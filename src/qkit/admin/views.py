@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from qkit.message import CONTENT_ENCODING, DeadLetter, Message, sent_at, trace_id
+from qkit._internal.ids import sent_at
+from qkit.message import CONTENT_ENCODING, DeadLetter, Message, trace_id
 
 __all__ = ["BodyView", "DeadLetterView", "MessageView", "body_view"]
 
-SHOWN = 16_384  # bytes of a body; the rest is only counted
+MAX_PREVIEW_BYTES = 16_384  # bytes of a body; the rest is only counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +113,13 @@ def body_view(body: bytes, headers: Mapping[str, str]) -> BodyView:
     'json'
     """
     opened = _opened(body, headers)
-    shown, cut = opened[:SHOWN], len(opened) > SHOWN
+    shown, cut = opened[:MAX_PREVIEW_BYTES], len(opened) > MAX_PREVIEW_BYTES
     try:
         text = shown.decode()
     except UnicodeDecodeError as error:
-        if not (cut and error.start > SHOWN - 4):  # a character cut in two is no binary body
+        if not (
+            cut and error.start > MAX_PREVIEW_BYTES - 4
+        ):  # a character cut in two is no binary body
             encoded = base64.b64encode(shown).decode()
             return BodyView(format="base64", content=encoded, size=len(body), cut=cut)
         text = shown[: error.start].decode()
@@ -133,7 +136,7 @@ def _opened(body: bytes, headers: Mapping[str, str]) -> bytes:
     if headers.get(CONTENT_ENCODING, "").lower() not in {"gzip", "x-gzip"}:
         return body
     try:
-        return zlib.decompressobj(wbits=31).decompress(body, SHOWN + 1)
+        return zlib.decompressobj(wbits=31).decompress(body, MAX_PREVIEW_BYTES + 1)
     except zlib.error:
         return body
 

@@ -71,7 +71,7 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
 
 def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
     try:
-        from qkit.backends.rabbitmq.backend import RabbitMQBackend
+        from qkit.backends.rabbitmq.backend import from_settings
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"aiormq", "pamqp", "yarl"}:
             raise
@@ -81,19 +81,7 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
             cause=error,
         ) from error
 
-    assert settings.url is not None
-    ca_file, cert_file, key_file = _tls_files(settings)
-    return RabbitMQBackend(
-        settings.url.get_secret_value(),
-        clock=clock,
-        replicas=settings.replicas,
-        timeout=settings.send_timeout,
-        dead_letter_suffix=settings.dead_letter_name("") if settings.dead_letter.enabled else None,
-        dead_letter_max_size=settings.dead_letter.max_size,
-        tls_ca_file=ca_file,
-        tls_cert_file=cert_file,
-        tls_key_file=key_file,
-    )
+    return from_settings(settings, clock)
 
 
 def _kafka(settings: Settings, clock: Clock) -> Backend:

@@ -42,7 +42,7 @@ from qkit.cli.terminal import (
 )
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.message import Envelope, Message, Sent
-from qkit.queue_lookup import close_to
+from qkit.queue_lookup import suggest_name
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
 
@@ -164,7 +164,7 @@ async def _is_new(queue: str, config: Path | None) -> tuple[bool, str]:
         except Unsupported:
             return True, ""
         except QueueNotFound:
-            near = await close_to(running, queue)
+            near = await suggest_name(running, queue)
             hint = f" Did you mean {near}?" if near else ""
             return True, f"{queue} was not there before: this send made it.{hint}"
         return False, ""

@@ -15,7 +15,7 @@ from collections.abc import Generator, Mapping, Sequence
 
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
-from qkit._internal.signals import catch
+from qkit._internal.signals import handle_signals
 
 __all__ = ["Supervisor"]
 
@@ -49,7 +49,7 @@ class Supervisor:
     async def run(self) -> int:
         """Supervise until SIGTERM or SIGINT; the exit code."""
         loop = asyncio.get_running_loop()
-        with catch(loop, self._first, self._second), _lifeline() as lifeline:
+        with handle_signals(loop, self._first, self._second), _lifeline() as lifeline:
             async with asyncio.TaskGroup() as tasks:
                 for number, command in enumerate(self._commands):
                     tasks.create_task(

@@ -30,7 +30,7 @@ from pydantic_core import SchemaSerializer
 from pydantic_core import to_json as dump_any_json
 
 from qkit.codec.compression import check_size, compress, decompress
-from qkit.codec.strict_json import dump_strictly
+from qkit.codec.strict_json import dump_json_strict
 from qkit.errors import ConfigError, DecodeError, InvalidBody
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE
 
@@ -42,7 +42,7 @@ _BYTES = "application/octet-stream"
 _RAW = (bytes, bytearray, memoryview)
 _MAX_DETAIL = 200
 _MAX_ERRORS = 1_000  # beyond it, even listing the errors would cost more than the message did
-_MARK = b"\xef\xbb\xbf"
+_UTF8_BOM = b"\xef\xbb\xbf"
 _NO_FLOAT = frozenset({str, int, bool, NoneType})
 _MAY_BE_FLOAT = frozenset({"float", "any", "function-plain", "is-instance"})
 _CHARSETS = {"utf-8": "utf-8", "utf8": "utf-8", "us-ascii": "ascii", "iso-8859-1": "latin-1"}
@@ -73,7 +73,6 @@ class Codec(Generic[T]):
         "_exact",
         "_max_bytes",
         "_may_hold_nan",
-        "_nan_is_word",
         "_plain",
         "_raw",
         "_serializer",
@@ -82,6 +81,7 @@ class Codec(Generic[T]):
         "_untyped",
         "_validate",
         "_validate_json",
+        "_writes_nan_literal",
         "type_name",
     )
 
@@ -120,7 +120,7 @@ class Codec(Generic[T]):
         self._takes_text = untyped or type_ is str
         adapter = _adapter(Any if untyped else bytes if self._raw else type_)
         self._validate_json = cast("Callable[[bytes], T]", adapter.validator.validate_json)
-        self._validate = _as_it_is if untyped else adapter.validator.validate_python
+        self._validate = _identity if untyped else adapter.validator.validate_python
         # round_trip: what is written must be valid input. "error": a field that was set to
         # something else behind pydantic's back would only make it warn.
         self._serializer = adapter.serializer
@@ -135,7 +135,7 @@ class Codec(Generic[T]):
         self._class = type_ if is_dataclass(type_) else self._exact
         floats, modes = _float_modes(adapter.core_schema)
         self._may_hold_nan = untyped or (floats and modes != {"strings"})
-        self._nan_is_word = "constants" in modes
+        self._writes_nan_literal = "constants" in modes
         self._plain = (
             _plain_any if untyped else partial(adapter.serializer.to_python, warnings=False)
         )
@@ -160,7 +160,7 @@ class Codec(Generic[T]):
         body: bytes | None = None
         checked: object = value
         serializer: SchemaSerializer | None = None
-        nan_is_word = self._nan_is_word
+        writes_nan_literal = self._writes_nan_literal
         if type(value) is self._exact:
             serializer = self._serializer
         elif self._untyped and isinstance(value, BaseModel):
@@ -169,15 +169,15 @@ class Codec(Generic[T]):
             return self._finish(bytes(cast("bytes", value)), {CONTENT_TYPE: _BYTES})
         if serializer is not None:
             try:
-                body = dump_strictly(serializer.to_json, value)
+                body = dump_json_strict(serializer.to_json, value)
                 if self._untyped:
-                    nan_is_word = _nan_is_word(cast("type[BaseModel]", type(value)))
+                    writes_nan_literal = _writes_nan_literal(cast("type[BaseModel]", type(value)))
             except Exception:
                 body = None  # said below, outside, so that this error is not that one's context
         if body is None:
             body, checked = self._encode_checked(value)
         # pydantic writes null for a float that JSON has no word for. (find: twice as fast as in.)
-        if self._may_hold_nan and (body.find(b"null") >= 0 or nan_is_word):
+        if self._may_hold_nan and (body.find(b"null") >= 0 or writes_nan_literal):
             self._refuse_nan(checked)
         if self._compress or len(body) > self._max_bytes:
             return self._finish(body, {})
@@ -220,8 +220,8 @@ class Codec(Generic[T]):
             raise
         except Exception as exc:
             # Programs on Windows like to put a byte order mark before their JSON.
-            if body.startswith(_MARK) and not body.startswith(_MARK * 2):
-                return self.decode(body[len(_MARK) :], {})
+            if body.startswith(_UTF8_BOM) and not body.startswith(_UTF8_BOM * 2):
+                return self.decode(body[len(_UTF8_BOM) :], {})
             text = _details(exc)
         raise DecodeError(f"expected {self.type_name} as JSON: {text}")
 
@@ -329,7 +329,7 @@ def _cached_adapter(type_: Any) -> TypeAdapter[Any]:
     return adapter
 
 
-def _as_it_is(value: object) -> object:
+def _identity(value: object) -> object:
     return value
 
 
@@ -340,7 +340,7 @@ def _plain_any(value: object) -> object:
 
 
 @lru_cache(maxsize=1_024)
-def _nan_is_word(model: type[BaseModel]) -> bool:
+def _writes_nan_literal(model: type[BaseModel]) -> bool:
     """Whether a model, or one in it, writes ``NaN``, which is no JSON."""
     return "constants" in _float_modes(model.__pydantic_core_schema__)[1]
 

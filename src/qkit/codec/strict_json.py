@@ -13,7 +13,7 @@ from typing import Final
 
 from pydantic_core import SchemaSerializer, core_schema
 
-__all__ = ["dump_strictly"]
+__all__ = ["dump_json_strict"]
 
 __warningregistry__ = ()
 
@@ -26,11 +26,11 @@ def _works() -> bool:
     return False
 
 
-_WORKS: Final = _works()
+_WARNINGS_RAISE: Final = _works()
 
 
-def dump_strictly(to_json: Callable[..., bytes], value: object) -> bytes:
+def dump_json_strict(to_json: Callable[..., bytes], value: object) -> bytes:
     """What a serializer's ``to_json`` makes of a value; raises something where it would warn."""
-    if _WORKS:
+    if _WARNINGS_RAISE:
         return to_json(value, by_alias=True, round_trip=True)
     return to_json(value, by_alias=True, round_trip=True, warnings="error")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from qkit._internal.ids import new_id
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, Serve, requires
 from qkit.conformance.sending import collecting
 from qkit.handlers.decorators import consume
-from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Message, Reason, new_id
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Message, Reason
 
 __all__ = ["Foreign"]
 

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Backend,
     Capabilities,
@@ -27,7 +28,7 @@ from qkit.backend import (
     Subscription,
     SubscriptionSpec,
 )
-from qkit.message import DeadLetter, Envelope, new_id
+from qkit.message import DeadLetter, Envelope
 from qkit.service import QueueService
 from qkit.settings.model import Settings, SettingsValues
 from qkit.testing.clock import VirtualClock

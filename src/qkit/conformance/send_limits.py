@@ -6,12 +6,13 @@ import gzip
 
 import pytest
 
+from qkit._internal.ids import new_id
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.conformance.sending import Spied, collecting
 from qkit.errors import PartialSend, PayloadTooLarge, QueueFull, Unsupported
 from qkit.handlers.channel import Channel
-from qkit.message import CONTENT_ENCODING, Envelope, Reason, Sent, new_id
+from qkit.message import CONTENT_ENCODING, Envelope, Reason, Sent
 
 __all__ = ["SendLimits"]
 

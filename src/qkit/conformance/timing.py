@@ -6,11 +6,12 @@ import asyncio
 import random
 
 from qkit._internal.clock import Clock
+from qkit._internal.ids import new_id
 from qkit.backend import Backend
 from qkit.conformance.harness import Harness, Serve, bodies, requires
 from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import consume
-from qkit.message import Envelope, Message, Reason, new_id
+from qkit.message import Envelope, Message, Reason
 
 __all__ = ["Timing"]
 

@@ -1,66 +1,64 @@
-"""Acknowledges what handlers have done while they go on with the next: all that waits, together."""
+"""``AckBatcher``: acknowledges finished deliveries together, while their workers go on."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
-from qkit._internal.tasks import to_its_end
+from qkit._internal.coalescer import Coalescer
+from qkit._internal.tasks import run_to_completion
 from qkit.backend import AckMany
-from qkit.consuming.executor import Job
+from qkit.consuming.job import Job
 from qkit.consuming.settlement import Settlement
 
-__all__ = ["Acknowledger"]
+__all__ = ["AckBatcher"]
+
+MAX_ACKS = 1_000  # a consumer's prefetch is not larger
 
 
-class Acknowledger:
-    """The acks of one subscription. While some are under way the next ones gather.
+class AckBatcher:
+    """The acks of one subscription: at most one call in flight, the others in the next one.
 
-    A job stays held, its lease renewed and its slot of the prefetch taken, until its ack is
-    through; ``finish`` hears of it then.
+    A job stays held, with its lease renewed and its part of the prefetch taken, until its ack
+    is through.
+
+    Args:
+        subscription: Where the deliveries come from.
+        settlement: Carries out the acks.
+        held: The jobs that are held; ``finish`` removes one from it.
+        finish: Called with each job once its ack is through.
+        name: Name of the task.
     """
 
     def __init__(
-        self, subscription: AckMany, settlement: Settlement, finish: Callable[[Job], None]
+        self,
+        subscription: AckMany,
+        settlement: Settlement,
+        held: set[Job],
+        finish: Callable[[Job], None],
+        name: str,
     ) -> None:
+        self.closed = False
         self._subscription = subscription
         self._settlement = settlement
+        self._held = held
         self._finish = finish
-        self._waiting: list[Job] = []
-        self._closed = False
-        self._wake = asyncio.Event()
+        self._coalescer = Coalescer(self._flush, max_size=MAX_ACKS, name=name)
+        self.add = self._coalescer.post
+        """Acknowledge a job soon."""
 
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more."""
-        return self._closed
+    async def close(self) -> None:
+        """Take no more, and return once all acks are through."""
+        self.closed = True
+        await self._coalescer.drain()
+        if left := await self._coalescer.close():  # its task was cancelled
+            await self._flush(left)
 
-    def add(self, job: Job) -> None:
-        """Its handler is done."""
-        self._waiting.append(job)
-        self._wake.set()
+    async def _flush(self, jobs: list[Job]) -> None:
+        """Acknowledge a group. Cancelled, it still finishes what it began."""
+        await run_to_completion(self._acknowledge([job for job in jobs if job in self._held]))
 
-    def close(self) -> None:
-        """No more will come; ``run`` returns once all are through."""
-        self._closed = True
-        self._wake.set()
-
-    async def run(self) -> None:
-        """Acknowledge until closed. Cancelled, it still sees to the acks that it was given."""
-        try:
-            while self._waiting or not self._closed:
-                if not self._waiting:
-                    self._wake.clear()
-                    await self._wake.wait()
-                    continue
-                await to_its_end(self._acknowledge())
-        finally:
-            self._closed = True
-            if self._waiting:
-                await self._acknowledge()
-
-    async def _acknowledge(self) -> None:
-        jobs, self._waiting = self._waiting, []
-        await self._settlement.acknowledge(self._subscription, [job.delivery for job in jobs])
+    async def _acknowledge(self, jobs: list[Job]) -> None:
+        if jobs:
+            await self._settlement.acknowledge(self._subscription, [job.delivery for job in jobs])
         for job in jobs:
             self._finish(job)

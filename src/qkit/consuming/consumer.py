@@ -14,19 +14,22 @@ from typing import Literal
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
+from qkit._internal.text import error_text
 from qkit.backend import Backend, SubscriptionSpec
-from qkit.consuming.executor import Executor, Pause
+from qkit.consuming.consumer_state import ConsumerState
+from qkit.consuming.executor import Executor
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
 from qkit.errors import BackendUnavailable, ConfigError, Unsupported
-from qkit.message import error_text
-from qkit.observability.health import ChannelCounters, Connection, ConsumerHealth
+from qkit.observability.connection_state import ConnectionTracker
+from qkit.observability.health import ConsumerHealth
+from qkit.observability.metrics import ChannelCounters
 
 __all__ = ["Consumer"]
 
-REST = Backoff(initial=1.0, multiplier=2.0, maximum=60.0, jitter=0.1)
-RESUBSCRIBE = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
-STEADY = 5.0  # a subscription that lasted so many seconds worked: its end begins a new count
+RESUBSCRIBE_BACKOFF = Backoff(initial=0.1, multiplier=2.0, maximum=5.0, jitter=0.1)
+#: A subscription that lasted so long worked: its end begins a new count of failures.
+STABLE_AFTER_SECONDS = 5.0
 
 
 class Consumer:
@@ -45,46 +48,29 @@ class Consumer:
         executor: Executor,
         settlement: Settlement,
         counters: ChannelCounters,
-        connection: Connection,
+        connection: ConnectionTracker,
         clock: Clock,
         ordered: bool,
         lease: float | None,
     ) -> None:
         self.channel = executor.handler.channel
         self.group = spec.group
-        self.settlement = settlement
         self.ready = asyncio.Event()  # subscribed for the first time, or refused
         self.refused: ConfigError | Unsupported | None = None
-        self.last_poll_at: float | None = None
-        self.spec = spec
-        self.executor = executor
-        self.counters = counters
-        self.clock = clock
-        self.ordered = ordered
-        self.lease = lease
-        self.stopping = False
-        self.probing = False  # after a rest: one message at a time until one succeeds
+        self._state = ConsumerState(spec.prefetch)
+        self._settlement = settlement
+        self._spec = spec
+        self._executor = executor
+        self._counters = counters
+        self._clock = clock
+        self._ordered = ordered
+        self._lease = lease
         self._backend = backend
         self._declare = declare
         self._connection = connection
         self._session: Session | None = None
-        self._paused = False
-        self._resting: asyncio.TimerHandle | None = None
         self._opened: float | None = None  # when the subscription was opened
         self._refusal: str | None = None  # why it ended, if opening it again will hardly help
-        self._outages = 0
-        self._rest = 0.0
-        self._stop = asyncio.Event()
-
-    @property
-    def quiet(self) -> bool:
-        """Whether no handler may be started now: paused, or resting after ``Unavailable``."""
-        return self._paused or self._resting is not None
-
-    @property
-    def in_flight(self) -> int:
-        """How many deliveries are held: running, waiting for a worker, or being settled."""
-        return len(self._session.held) if self._session else 0
 
     @property
     def settling(self) -> bool:
@@ -96,38 +82,50 @@ class Consumer:
         return ConsumerHealth(
             channel=self.channel,
             group=self.group,
-            state=self._state(),
-            in_flight=self.in_flight,
-            last_poll_at=self.last_poll_at,
-            last_settle_at=self.settlement.last_settle_at,
-            failing=self.settlement.failures.lasting() or self._still_refused(),
+            state=self._health_state(),
+            in_flight=len(self._session.held) if self._session else 0,
+            last_poll_at=self._state.last_poll_at,
+            last_settle_at=self._settlement.last_settle_at,
+            failing=self._settlement.failures.lasting() or self._still_refused(),
         )
 
     def _still_refused(self) -> str | None:
         """Why messages cannot be received, unless a new subscription has proved that they can."""
         opened = self._opened
-        proved = opened is not None and self.clock.monotonic() - opened >= STEADY
+        proved = opened is not None and self._clock.monotonic() - opened >= STABLE_AFTER_SECONDS
         return None if proved else self._refusal
 
-    def _state(self) -> Literal["starting", "consuming", "paused", "reconnecting", "stopped"]:
-        if self.stopping:
+    def _health_state(
+        self,
+    ) -> Literal["starting", "consuming", "paused", "reconnecting", "stopped"]:
+        if self._state.stopping:
             return "stopped"
         if self._session is None:
             return "reconnecting" if self.ready.is_set() else "starting"
-        return "paused" if self.quiet else "consuming"
+        return "paused" if self._state.is_paused else "consuming"
 
     async def run(self) -> None:
         """Consume until ``stop``; opens the subscription again whenever it breaks."""
         failures = 0
-        while not self.stopping:
+        while not self._state.stopping:
             opened: float | None = None
             try:
                 if failures:
                     await self._declare()  # perhaps the queue itself is gone
-                async with self._backend.subscribe(self.spec) as subscription:
-                    opened = self._opened = self.clock.monotonic()
-                    self._connection.worked()
-                    self._session = Session(self, subscription)
+                async with self._backend.subscribe(self._spec) as subscription:
+                    opened = self._opened = self._clock.monotonic()
+                    self._connection.record_success()
+                    self._session = Session(
+                        subscription,
+                        spec=self._spec,
+                        state=self._state,
+                        executor=self._executor,
+                        settlement=self._settlement,
+                        counters=self._counters,
+                        clock=self._clock,
+                        ordered=self._ordered,
+                        lease=self._lease,
+                    )
                     self.ready.set()
                     await self._session.run()
             except Exception as error:
@@ -136,25 +134,25 @@ class Consumer:
                     self.ready.set()
                     return
                 # One that breaks as soon as it is open has not proved anything.
-                if opened is not None and self.clock.monotonic() - opened >= STEADY:
+                if opened is not None and self._clock.monotonic() - opened >= STABLE_AFTER_SECONDS:
                     failures = 0
                 failures += 1
                 self._opened = None
                 self._refusal = None
                 if isinstance(error, ConfigError | Unsupported):
                     self._refusal = f"{type(error).__name__}: {error_text(error)}"
-                wait = RESUBSCRIBE.after(failures)
+                wait = RESUBSCRIBE_BACKOFF.after(failures)
                 self._report(error, wait)
                 self._session = None
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(wait):
-                        await self._stop.wait()
+                        await self._state.stopped.wait()
             finally:
                 self._session = None
 
     def _report(self, error: Exception, wait: float) -> None:
         if isinstance(error, BackendUnavailable):
-            self._connection.failed(error)
+            self._connection.record_failure(error)
         logger.warning(
             "%s: the subscription of %s broke, subscribing again in %.1f s: %s",
             self.channel,
@@ -162,16 +160,12 @@ class Consumer:
             wait,
             type(error).__name__,
             exc_info=error,
-            extra={"queue": self.channel, "consumer": self.spec.consumer, "error": str(error)},
+            extra={"queue": self.channel, "consumer": self._spec.consumer, "error": str(error)},
         )
 
     def stop(self) -> None:
         """Fetch no more. Running handlers go on; deliveries that wait for one are given back."""
-        self.stopping = True
-        self._stop.set()
-        if self._resting is not None:
-            self._resting.cancel()
-        self._interrupt()
+        self._state.stop()
 
     def abandon(self) -> int:
         """Cancel the handlers that still run; return how many. Their messages are given back."""
@@ -179,38 +173,8 @@ class Consumer:
 
     def pause(self) -> None:
         """Start no more handlers until ``resume``; running ones go on."""
-        self._paused = True
-        self._interrupt()
+        self._state.pause()
 
     def resume(self) -> None:
-        """Consume again, also if the channel was resting after ``Unavailable``."""
-        self._paused = False
-        if self._resting is not None:
-            self._resting.cancel()
-            self._resting = None
-        self._interrupt()
-
-    def rest(self, outcome: Pause) -> Pause:
-        """A dependency is down: start nothing for a while, then probe with one message."""
-        delay = outcome.delay
-        if self._resting is None:
-            self._outages += 1  # once, however many handlers meet the same outage
-            self._rest = delay if delay is not None else REST.after(self._outages)
-            self._resting = asyncio.get_running_loop().call_later(self._rest, self._probe)
-            self._interrupt()
-        return Pause(delay if delay is not None else self._rest, outcome.error)
-
-    def _probe(self) -> None:
-        self._resting = None
-        self.probing = True
-        self._interrupt()
-
-    def recovered(self) -> None:
-        """A probe succeeded: consume at full width again."""
-        self.probing = False
-        self._outages = 0
-        self._interrupt()
-
-    def _interrupt(self) -> None:
-        if self._session is not None:
-            self._session.interrupt()
+        """Consume again, also if the channel backs off after ``Unavailable``."""
+        self._state.resume()

@@ -18,21 +18,22 @@ from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.settlement import Settlement
 from qkit.errors import QueueNotFound
 from qkit.handlers.registry import Handler
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import DeadLetter
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, ConsumerHealth
+from qkit.observability.health import ConsumerHealth
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 
-__all__ = ["Crew"]
+__all__ = ["ConsumerPool"]
 
-ROUNDS = 3  # of a cancellation, a second each
-FOREVER = float("inf")
+MAX_CANCEL_ROUNDS = 3  # a second each
+NO_LEASE_EXPIRY = float("inf")
 
 
-class Crew:
+class ConsumerPool:
     """Every consumer that was started and has not come down yet."""
 
     def __init__(
@@ -41,9 +42,9 @@ class Crew:
         *,
         settings: Settings,
         clock: Clock,
-        routes: Routes,
+        routes: RouteTable,
         producer: Producer,
-        connection: Connection,
+        connection: ConnectionTracker,
         events: Events,
         telemetry: Telemetry,
         threads: HandlerThreads,
@@ -59,21 +60,27 @@ class Crew:
         self._threads = threads
         self._tasks: dict[Consumer, asyncio.Task[None]] = {}
 
-    def hire(self, route: Route, handler: Handler, *, renews: bool) -> None:
-        """Let a handler's consumer begin; unless it ``renews`` leases they last for ever."""
-        consumer = self._consumer(route, handler, renews=renews)
+    def start(self, route: Route, handler: Handler, *, renew_leases: bool) -> None:
+        """Start a handler's consumer.
+
+        Args:
+            route: The channel.
+            handler: The handler.
+            renew_leases: Renew leases; if false they never expire.
+        """
+        consumer = self._consumer(route, handler, renew_leases=renew_leases)
         self._tasks[consumer] = asyncio.create_task(
             consumer.run(), name=f"qkit consumer {consumer.channel} {consumer.group}"
         )
 
-    def _consumer(self, route: Route, handler: Handler, *, renews: bool) -> Consumer:
+    def _consumer(self, route: Route, handler: Handler, *, renew_leases: bool) -> Consumer:
         name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
         settlement = Settlement(
             channel=route.name,
             group=handler.group,
             consumer=name,
             broadcast=route.broadcast,
-            write=self._writer(route),
+            write=self._dead_letter_writer(route),
             ordered=route.ordered,
             can_delay=bool(self._backend.capabilities.delay),
             timeout=self._settings.send_timeout,
@@ -91,18 +98,18 @@ class Crew:
             threads=self._threads,
             clock=self._clock,
             max_bytes=self._settings.max_message_bytes,
-            on_retry=settlement.retrying,
+            on_retry=settlement.record_retry,
         )
         return Consumer(
             backend=self._backend,
-            declare=functools.partial(self._producer.declare_again, route),
+            declare=functools.partial(self._producer.redeclare, route),
             spec=SubscriptionSpec(
                 queue=route.queue,
                 group=handler.group,
                 consumer=name,
                 prefetch=self._routes.prefetch(route, handler),
                 broadcast=route.broadcast,
-                ack_deadline=route.ack_deadline if renews else FOREVER,
+                ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
                 needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
             ),
             executor=executor,
@@ -111,16 +118,16 @@ class Crew:
             connection=self._connection,
             clock=self._clock,
             ordered=route.ordered,
-            lease=route.ack_deadline if renews else None,
+            lease=route.ack_deadline if renew_leases else None,
         )
 
-    def _writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+    def _dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
         letters = route.dead_letter
         if letters is None:
             return None
 
         async def write(letter: DeadLetter) -> None:
-            await self._producer.carry(route, letters.name, [letter.to_envelope()])
+            await self._producer.send_to_queue(route, letters.name, [letter.to_envelope()])
 
         return write
 
@@ -137,7 +144,7 @@ class Crew:
             if consumer.refused is not None:
                 raise consumer.refused
 
-    def of(self, channel: str, operation: str) -> list[Consumer]:
+    def consumers_of(self, channel: str, operation: str) -> list[Consumer]:
         """The consumers of a channel; ``QueueNotFound`` if there are none."""
         found = [consumer for consumer in self._tasks if consumer.channel == channel]
         if not found:
@@ -182,18 +189,18 @@ class Crew:
             logger.warning("%d handlers did not finish in time and are cancelled", abandoned)
         return abandoned
 
-    async def dismiss(self, patience: float) -> None:
+    async def stop(self, settle_timeout: float) -> None:
         """Wait until all have given back what they hold; cancel one that does not come to it.
 
-        Settlements of what handlers have done may take ``patience`` seconds.
+        Settlements of what handlers have done may take ``settle_timeout`` seconds.
         """
         tasks = set(self._tasks.values())
         for consumer in self._tasks:
             consumer.stop()
             consumer.abandon()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience
-        rounds = ROUNDS
+        deadline = loop.time() + settle_timeout
+        rounds = MAX_CANCEL_ROUNDS
         while tasks and rounds:
             _, tasks = await asyncio.wait(tasks, timeout=1.0)
             if any(consumer.settling for consumer in self._tasks) and loop.time() < deadline:

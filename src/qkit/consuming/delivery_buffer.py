@@ -11,46 +11,41 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from qkit.backend import Delivery
-from qkit.consuming.executor import Job
+from qkit.consuming.job import Job
 
-__all__ = ["Intake"]
+__all__ = ["DeliveryBuffer"]
 
 
-class Intake:
-    """The deliveries that one subscription holds; ``drained`` hears when none is left to take.
+class DeliveryBuffer:
+    """The deliveries that one subscription holds; ``on_empty`` is called when none is left to take.
 
     An ``asyncio.Queue`` would cost more for each message and could neither take deliveries back
     nor keep lanes.
     """
 
-    def __init__(self, *, lanes: bool, drained: Callable[[], object]) -> None:
+    def __init__(self, *, lanes: bool, on_empty: Callable[[], object]) -> None:
         self.held: set[Job] = set()  # every unsettled delivery
-        self._drained = drained
-        self._ready: deque[Job] = deque()  # those that a worker may take
-        self._gathering: list[list[Job]] = []  # batches that are not full yet
+        self._on_empty = on_empty
+        self.ready: deque[Job] = deque()  # those that a worker may take
+        self._partial_batches: list[list[Job]] = []  # batches that are not full yet
         # The first of a lane is offered, running or withdrawn; the others wait for its end.
         self._lanes: dict[str, deque[Job]] | None = {} if lanes else None
         self._parked: deque[asyncio.Future[None]] = deque()
         self._loop = asyncio.get_running_loop()
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
+        self.closed = False
         """Whether workers are to end."""
-        return self._closed
 
-    @property
-    def empty(self) -> bool:
-        """Whether a worker that asks now would have to wait."""
-        return not self._ready
-
-    def take(self, deliveries: Iterable[Delivery]) -> None:
+    def add(self, deliveries: Iterable[Delivery]) -> None:
         """Hold these deliveries and offer them to the workers."""
-        jobs = [Job(delivery) for delivery in deliveries]
-        self.held.update(jobs)
-        self._offer(jobs if self._lanes is None else [job for job in jobs if self._leads(job)])
+        ready: list[Job] = []
+        for delivery in deliveries:
+            job = Job(delivery)
+            self.held.add(job)
+            if self._lanes is None or self._is_lane_head(job):
+                ready.append(job)
+        self._make_ready(ready)
 
-    def _leads(self, job: Job) -> bool:
+    def _is_lane_head(self, job: Job) -> bool:
         """Line up in the lane of its key; whether it is the first there, or has no key."""
         key = job.delivery.envelope.key
         if self._lanes is None or key is None:
@@ -61,14 +56,14 @@ class Intake:
 
     def pop(self) -> Job | None:
         """The next delivery to handle, if there is one now."""
-        if not self._ready:
+        if not self.ready:
             return None
-        job = self._ready.popleft()
-        if not self._ready:
-            self._drained()
+        job = self.ready.popleft()
+        if not self.ready:
+            self._on_empty()
         return job
 
-    async def park(self) -> None:
+    async def wait(self) -> None:
         """Wait until there may be a delivery, or it is closed."""
         parked = self._loop.create_future()
         self._parked.append(parked)
@@ -81,8 +76,8 @@ class Intake:
 
     async def next(self) -> Job | None:
         """The next delivery to handle, held back until there is one; ``None`` when closed."""
-        while (job := self.pop()) is None and not self._closed:
-            await self.park()
+        while (job := self.pop()) is None and not self.closed:
+            await self.wait()
         return job
 
     async def next_batch(self, size: int, wait: float) -> list[Job]:
@@ -92,20 +87,22 @@ class Intake:
         """
         while (first := await self.next()) is not None:
             batch = [first]
-            self._gathering.append(batch)
+            self._partial_batches.append(batch)
             try:
                 async with asyncio.timeout(wait):
-                    while 0 < len(batch) < size and not self._closed:
+                    while 0 < len(batch) < size and not self.closed:
                         job = self.pop()
                         if job is not None:
                             batch.append(job)
                         else:
-                            await self.park()
+                            await self.wait()
             except TimeoutError:
                 pass
             finally:
                 # By identity: two batches that were both withdrawn are equal.
-                self._gathering = [other for other in self._gathering if other is not batch]
+                self._partial_batches = [
+                    other for other in self._partial_batches if other is not batch
+                ]
             if batch:
                 return batch
         return []
@@ -120,15 +117,15 @@ class Intake:
             return  # withdrawn from further back, while the first may still be running
         lane.popleft()
         if lane:
-            self._offer([lane[0]])
+            self._make_ready([lane[0]])
         else:
             del self._lanes[key]
 
     def withdraw(self) -> list[Job]:
         """Take back, still held, every delivery that no worker has started on."""
-        waiting = list(self._ready)
-        self._ready.clear()
-        for batch in self._gathering:
+        waiting = list(self.ready)
+        self.ready.clear()
+        for batch in self._partial_batches:
             waiting += batch
             batch.clear()
         for lane in (self._lanes or {}).values():
@@ -140,12 +137,12 @@ class Intake:
 
     def close(self) -> None:
         """Let each worker end once nothing is ready for it."""
-        self._closed = True
+        self.closed = True
         while self._parked:
             self._wake()
 
-    def _offer(self, jobs: list[Job]) -> None:
-        self._ready.extend(jobs)
+    def _make_ready(self, jobs: list[Job]) -> None:
+        self.ready.extend(jobs)
         for _ in range(min(len(jobs), len(self._parked))):
             self._wake()
 

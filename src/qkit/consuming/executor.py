@@ -10,16 +10,15 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
 from qkit._internal.clock import Clock
-from qkit._internal.retry import RetryPolicy
-from qkit.backend import Delivery
 from qkit.codec.codec import Codec, decompress
 from qkit.consuming.handler_threads import HandlerThreads
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater
 from qkit.errors import (
     BatchError,
     DecodeError,
@@ -33,74 +32,12 @@ from qkit.errors import (
 )
 from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
+from qkit.handlers.retry_policy import RetryPolicy
 from qkit.handlers.signature import MISSING, ParamMetadata
 from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
 from qkit.observability.telemetry import Telemetry
 
-__all__ = ["Abandon", "Dead", "Done", "Executor", "Job", "Outcome", "Pause", "RetryLater"]
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The handler returned: acknowledge."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetryLater:
-    """The attempt failed and another follows after ``delay`` seconds."""
-
-    delay: float
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """The failure is final; ``called`` says whether this delivery reached the handler."""
-
-    reason: Reason
-    error: Exception | None
-    called: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """A dependency is down: give the message back uncharged and rest the channel."""
-
-    delay: float | None
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The handler was stopped before it could finish: give the message back uncharged."""
-
-
-Outcome = Done | RetryLater | Dead | Pause | Abandon
-
-DONE = Done()
-ABANDON = Abandon()
-
-
-class Job:
-    """A delivery on its way through a consumer.
-
-    ``task`` is the worker that runs its handler now, ``thread`` the future of a synchronous
-    handler, which may outlive its call, and ``lost`` whether it was taken away: another has it,
-    or will.
-    """
-
-    task: asyncio.Task[None] | None = None
-    thread: asyncio.Future[object] | None = None
-    lost = False
-    abandoned = False
-
-    def __init__(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-
-    @property
-    def stopped(self) -> bool:
-        """Whether qkit itself cancelled the handler."""
-        return self.lost or self.abandoned
+__all__ = ["Executor"]
 
 
 Call = Callable[[Job, Envelope], Awaitable[object]]
@@ -144,28 +81,30 @@ class Executor:
         self._timeout = handler.metadata.timeout
         self._middleware = tuple(middleware)
         self._takes_body = handler.body is not None
-        self._fillers = [_filler(param, handler) for param in handler.params]
+        self._resolvers = [_parameter_resolver(param, handler) for param in handler.params]
         self._keywords = [param.name if param.keyword_only else None for param in handler.params]
-        self._call = self._chosen_call()
+        self._call = self._choose_call()
 
-    def _chosen_call(self) -> Call:
+    def _choose_call(self) -> Call:
         """How to call the handler once, with no more around it than it asks for."""
         shape = [(param.kind, param.keyword_only) for param in self.handler.params]
         simple = self.handler.is_async and not self._middleware and shape == [("body", False)]
-        call = self._call_simply if simple else self._call_fully
+        call = self._call_body_only if simple else self._call_with_message
         if self._timeout is not None:
-            call = functools.partial(self._call_in_time, call, self._timeout)
+            call = functools.partial(self._call_with_timeout, call, self._timeout)
         if self._telemetry.enabled:
             call = functools.partial(self._call_traced, call)
         return call
 
     async def run(self, job: Job) -> Outcome:
-        """Handle one delivery and say how it ended."""
+        """Handle one delivery and return how it ended."""
         envelope = job.delivery.envelope
-        if (refused := self._refuse(envelope)) is not None:
-            return refused
+        if envelope.expires_at is not None or envelope.attempt > self.policy.max_attempts:
+            refused = self._check_before_call(envelope)
+            if refused is not None:
+                return refused
         while (error := await self._attempt(job, envelope)) is not None:
-            outcome = self._judge(error, envelope)
+            outcome = self._outcome_of(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
             await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
@@ -183,7 +122,7 @@ class Executor:
         messages: dict[Job, Message] = {}
         for job in jobs:
             envelope = job.delivery.envelope
-            refused = self._refuse(envelope)
+            refused = self._check_before_call(envelope)
             if refused is None:
                 try:
                     messages[job] = message = self._message(envelope)
@@ -200,7 +139,7 @@ class Executor:
             for job in live:
                 envelope = job.delivery.envelope
                 error = errors.get(envelope.id)
-                outcome = DONE if error is None else self._judge(error, envelope)
+                outcome = DONE if error is None else self._outcome_of(error, envelope)
                 if self._inline(outcome) and not job.stopped:
                     again.append(job)
                 outcomes[job] = outcome
@@ -214,7 +153,7 @@ class Executor:
             live = again
         return [outcomes[job] for job in jobs]
 
-    def _refuse(self, envelope: Envelope) -> Outcome | None:
+    def _check_before_call(self, envelope: Envelope) -> Outcome | None:
         """What is decided before the handler runs: expired, or delivered too often."""
         if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
             late = TimeToLiveExpired("the message was not handled within its time to live")
@@ -238,12 +177,12 @@ class Executor:
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
-            return await _from_inside(error, [job])
+            return await _handler_cancellation(error, [job])
         except BaseException as error:
-            return _escaped(error)
+            return _wrap_base_exception(error)
         return None
 
-    def _call_simply(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+    def _call_body_only(self, job: Job, envelope: Envelope) -> Awaitable[object]:
         """The common shape, an async handler of the body alone, needs no ``Message``."""
         try:
             body = self._codec.decode(envelope.body, envelope.headers)
@@ -251,10 +190,12 @@ class Executor:
             raise _Undecodable(error) from error
         return cast("Awaitable[object]", self.handler.call(body))
 
-    def _call_fully(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+    def _call_with_message(self, job: Job, envelope: Envelope) -> Awaitable[object]:
         return self._through_middleware(job, self._message(envelope))
 
-    async def _call_in_time(self, call: Call, timeout: float, job: Job, envelope: Envelope) -> None:
+    async def _call_with_timeout(
+        self, call: Call, timeout: float, job: Job, envelope: Envelope
+    ) -> None:
         scope = asyncio.timeout(timeout)
         handling = call(job, envelope)
         try:
@@ -268,7 +209,7 @@ class Executor:
             raise self._timed_out()
 
     async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
-        with self._telemetry.handling(self.handler.channel, self.handler.group, [envelope]):
+        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, [envelope]):
             await call(job, envelope)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
@@ -293,7 +234,7 @@ class Executor:
         """Fill the parameters and call the handler, in a thread if it is synchronous."""
         args: list[object] = []
         kwargs: dict[str, object] = {}
-        for fill, keyword in zip(self._fillers, self._keywords, strict=True):
+        for fill, keyword in zip(self._resolvers, self._keywords, strict=True):
             value = fill(body, message)
             if keyword is None:
                 args.append(value)
@@ -315,7 +256,7 @@ class Executor:
         envelopes = [job.delivery.envelope for job in jobs]
         scope = asyncio.timeout(self._timeout)
         try:
-            with self._telemetry.handling(self.handler.channel, self.handler.group, envelopes):
+            with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
                 async with scope:
                     await self._invoke(
                         jobs[0], [bodies[job] for job in jobs], [messages[job] for job in jobs]
@@ -327,12 +268,12 @@ class Executor:
         except Exception as error:
             return dict.fromkeys(ids, error)
         except asyncio.CancelledError as error:
-            return dict.fromkeys(ids, await _from_inside(error, jobs))
+            return dict.fromkeys(ids, await _handler_cancellation(error, jobs))
         except BaseException as error:
-            return dict.fromkeys(ids, _escaped(error))
+            return dict.fromkeys(ids, _wrap_base_exception(error))
         return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
 
-    def _judge(self, error: Exception, envelope: Envelope) -> Outcome:
+    def _outcome_of(self, error: Exception, envelope: Envelope) -> Outcome:
         """What an attempt's failure means for the message."""
         if isinstance(error, _Undecodable):
             return Dead(Reason.UNDECODABLE, error.origin)
@@ -392,7 +333,7 @@ async def _step(middleware: Middleware, call_next: CallNext, message: Message) -
     return await middleware(message, call_next)
 
 
-async def _from_inside(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:
+async def _handler_cancellation(error: asyncio.CancelledError, jobs: Sequence[Job]) -> QueueError:
     """A cancellation that qkit did not ask for came from the handler's own work."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
@@ -405,7 +346,7 @@ async def _from_inside(error: asyncio.CancelledError, jobs: Sequence[Job]) -> Qu
     return QueueError("the handler awaited something that was cancelled", cause=error)
 
 
-def _escaped(error: BaseException) -> QueueError:
+def _wrap_base_exception(error: BaseException) -> QueueError:
     """Something that is no ``Exception``, such as a panic of an extension: a failure all the same.
 
     A program that is told to end is another matter: that goes through.
@@ -415,7 +356,9 @@ def _escaped(error: BaseException) -> QueueError:
     return QueueError(f"the handler raised {type(error).__name__}", cause=error)
 
 
-def _filler(param: ParamMetadata, handler: Handler) -> Callable[[object, object], object]:
+def _parameter_resolver(
+    param: ParamMetadata, handler: Handler
+) -> Callable[[object, object], object]:
     """How to fill one parameter, given the decoded body and the message."""
     if param.kind == "body":
         return lambda body, message: body

@@ -14,8 +14,10 @@ from typing import assert_never
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
+from qkit._internal.text import error_text
 from qkit.backend import AckMany, Delivery, Subscription
-from qkit.consuming.executor import DONE, Abandon, Dead, Done, Job, Outcome, Pause, RetryLater
+from qkit.consuming.job import Job
+from qkit.consuming.outcome import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.errors import (
     AckDeadlineExceeded,
     InvalidHeader,
@@ -24,13 +26,15 @@ from qkit.errors import (
     Signal,
     SubscriptionLost,
 )
-from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope, error_text
+from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
-from qkit.observability.health import ChannelCounters, Connection, Failures
+from qkit.observability.metrics import ChannelCounters
+from qkit.observability.settlement_failures import SettlementFailures
 
 __all__ = ["Settlement"]
 
-REWRITE = Backoff(initial=0.5, multiplier=2.0, maximum=10.0, jitter=0.1)
+DEAD_LETTER_WRITE_BACKOFF = Backoff(initial=0.5, multiplier=2.0, maximum=10.0, jitter=0.1)
 
 _SETTLE = "settle"  # of all messages together: one that is settled shows that it works
 
@@ -57,7 +61,7 @@ class Settlement:
         timeout: float,
         counters: ChannelCounters,
         events: Events,
-        connection: Connection,
+        connection: ConnectionTracker,
         clock: Clock,
     ) -> None:
         self._channel = channel
@@ -73,7 +77,7 @@ class Settlement:
         self._connection = connection
         self._clock = clock
         self.last_settle_at: float | None = None
-        self.failures = Failures(clock)
+        self.failures = SettlementFailures(clock)
 
     async def settle(
         self,
@@ -91,14 +95,14 @@ class Settlement:
             if outcome is DONE:  # the hot path: no timer, a backend bounds its own acks
                 await subscription.ack(delivery)
             elif isinstance(outcome, Dead):
-                await self._bury(subscription, job, outcome, over)
+                await self._dead_letter(subscription, job, outcome, over)
             else:
                 async with asyncio.timeout(self._timeout):
-                    await self._carry_out(subscription, delivery, outcome)
+                    await self._apply(subscription, delivery, outcome)
         except (QueueError, TimeoutError) as error:
             self._unsettled(delivery, error)
         else:
-            self._succeeded()
+            self._record_success()
 
     async def acknowledge(self, subscription: AckMany, deliveries: Sequence[Delivery]) -> None:
         """Carry out ``Done`` for several at once; as ``settle`` for what cannot be."""
@@ -111,7 +115,7 @@ class Settlement:
             if problem is not None:
                 self._unsettled(delivery, problem)
         if not all(errors):
-            self._succeeded()
+            self._record_success()
 
     def _unsettled(self, delivery: Delivery, error: Exception) -> None:
         match error:
@@ -136,12 +140,12 @@ class Settlement:
         else:
             self.failures.add(what, what, error)
 
-    def _succeeded(self) -> None:
-        if self.failures:
+    def _record_success(self) -> None:
+        if self.failures.current:
             self.failures.remove(_SETTLE)
         self.last_settle_at = self._connection.last_success_at = self._clock.time()
 
-    async def _carry_out(
+    async def _apply(
         self,
         subscription: Subscription,
         delivery: Delivery,
@@ -151,7 +155,7 @@ class Settlement:
             case Done():
                 await subscription.ack(delivery)
             case RetryLater(delay):
-                self.retrying(delivery.envelope, outcome)
+                self.record_retry(delivery.envelope, outcome)
                 await subscription.release(delivery, delay)
             case Pause(delay, error):
                 self._warn("a dependency is unavailable: the channel pauses", delivery, error)
@@ -163,7 +167,7 @@ class Settlement:
             case _:
                 assert_never(outcome)
 
-    def retrying(self, envelope: Envelope, outcome: RetryLater) -> None:
+    def record_retry(self, envelope: Envelope, outcome: RetryLater) -> None:
         """An attempt failed and another follows: note the first failure, count, log and tell."""
         envelope.headers.setdefault(FIRST_FAILED_AT, repr(self._clock.time()))
         self._counters.retried += 1
@@ -176,7 +180,7 @@ class Settlement:
             Retried(self._channel, envelope.id, envelope.attempt, outcome.delay, outcome.error)
         )
 
-    async def _bury(
+    async def _dead_letter(
         self,
         subscription: Subscription,
         job: Job,
@@ -194,12 +198,12 @@ class Settlement:
             called=outcome.called,
         )
         if self._write is not None:
-            written = await self._written(self._write, letter, job, over)
+            written = await self._write_dead_letter(self._write, letter, job, over)
             if not written:
                 async with asyncio.timeout(self._timeout):
                     await subscription.release(delivery, 0.0, count_attempt=False)
                 return
-        record_death(
+        record_dead_letter(
             letter,
             kept=self._write is not None,
             counters=self._counters,
@@ -210,7 +214,7 @@ class Settlement:
         async with asyncio.timeout(self._timeout):
             await subscription.ack(delivery)
 
-    async def _written(
+    async def _write_dead_letter(
         self, write: WriteDeadLetter, letter: DeadLetter, job: Job, over: asyncio.Event
     ) -> bool:
         """Write a dead letter until it is confirmed; false if the session is over before that.
@@ -227,7 +231,7 @@ class Settlement:
                     await write(letter)  # it has a deadline of its own
                 except (QueueError, TimeoutError) as error:
                     failures += 1
-                    wait = REWRITE.after(failures)
+                    wait = DEAD_LETTER_WRITE_BACKOFF.after(failures)
                     self.failures.add(job, "dead letters cannot be written", error)
                     self._warn(
                         f"no dead letter could be written, again in {wait:.1f} s",
@@ -260,7 +264,7 @@ class Settlement:
         )
 
 
-def record_death(
+def record_dead_letter(
     letter: DeadLetter,
     *,
     kept: bool,

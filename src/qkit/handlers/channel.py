@@ -7,12 +7,13 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypedDict, TypeVar, Unpack, cast, get_args, overload
 
+from qkit._internal.names import check_name
 from qkit.backend import Balance
 from qkit.errors import ConfigError
-from qkit.message import Message, check_name
+from qkit.message import Message
 from qkit.settings.model import RetrySettings
 
-__all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_place", "name_of"]
+__all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_location", "name_of"]
 
 T = TypeVar("T")
 
@@ -55,15 +56,15 @@ class ChannelOptions(TypedDict, total=False):
     """Wrapped around each call of the channel's handlers, the first outermost."""
 
 
-_NUMBERS: dict[str, tuple[float, float]] = {
+_RANGES: dict[str, tuple[float, float]] = {
     "prefetch": (1, 1000),
     "max_priority": (0, 255),
     "max_depth": (1, float("inf")),
     "ack_deadline": (0.001, 43_200),
     "ttl": (0.001, 1e9),
 }
-_WHOLE = ("prefetch", "max_priority", "max_depth")
-_OF_CONSUME = ("group", "concurrency", "timeout", "batch_size", "batch_wait")
+_INTEGER_OPTIONS = ("prefetch", "max_priority", "max_depth")
+_CONSUME_OPTIONS = ("group", "concurrency", "timeout", "batch_size", "batch_wait")
 _FLAGS = ("broadcast", "dead_letter", "ordered")
 _LISTS = ("retry_on", "dead_on", "middleware")
 
@@ -96,7 +97,7 @@ class Channel(Generic[T]):
         self.name = check_name(name)
         self.type = type
         self.options: ChannelOptions = _checked(name, options)
-        self.place = caller_place()
+        self.location = caller_location()
 
     def __repr__(self) -> str:
         of = f", {getattr(self.type, '__name__', self.type)}" if self.type is not None else ""
@@ -110,7 +111,7 @@ class Channel(Generic[T]):
             if None not in (mine[name], theirs[name]) and mine[name] != theirs[name]:
                 raise ConfigError(
                     f"channel {self.name!r} is declared twice with different {name}: "
-                    f"{mine[name]!r} at {self.place}, {theirs[name]!r} at {other.place}; "
+                    f"{mine[name]!r} at {self.location}, {theirs[name]!r} at {other.location}; "
                     "declare one Channel and use it in both places"
                 )
         known = cast("Channel[object]", self)
@@ -119,7 +120,7 @@ class Channel(Generic[T]):
             return known  # nothing new was said, so that whoever keeps it can tell
         merged = Channel(self.name, **options)  # options that do not go together are refused
         merged.type = known.type if known.type is not None else other.type
-        merged.place = self.place
+        merged.location = self.location
         return merged
 
 
@@ -133,15 +134,15 @@ def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
     for option, value in cast("dict[str, object]", given).items():
         if option not in ChannelOptions.__annotations__:
             near = difflib.get_close_matches(
-                option, [*ChannelOptions.__annotations__, *_OF_CONSUME], 1
+                option, [*ChannelOptions.__annotations__, *_CONSUME_OPTIONS], 1
             )
             known = f"did you mean {near[0]!r}?" if near else "see ChannelOptions for what there is"
             raise refuse(option, f"no such option; {known}")
-        if option in _NUMBERS:
-            low, high = _NUMBERS[option]
+        if option in _RANGES:
+            low, high = _RANGES[option]
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise refuse(option, f"a number, not {type(value).__name__}")
-            if option in _WHOLE and not isinstance(value, int):
+            if option in _INTEGER_OPTIONS and not isinstance(value, int):
                 raise refuse(option, f"a whole number, not {value!r}")
             if not low <= value <= high:
                 upper = f" and at most {high:g}" if high < float("inf") else ""
@@ -181,7 +182,7 @@ def name_of(channel: Channel[T] | str) -> str:
     return channel.name if isinstance(channel, Channel) else channel
 
 
-def caller_place() -> str:
+def caller_location() -> str:
     """``file:line`` of the first caller outside qkit, for errors that must name a declaration."""
     frame = inspect.currentframe()  # inspect.stack would read source files: too slow
     assert frame is not None

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, Unpack, cast, overload
 
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError
-from qkit.handlers.channel import Channel, ChannelOptions, caller_place
-from qkit.message import check_name
+from qkit.handlers.channel import Channel, ChannelOptions, caller_location
 
 __all__ = ["ConsumeMetadata", "QueueMetadata", "channel", "consume"]
 
@@ -20,8 +20,8 @@ F = TypeVar("F", bound=Callable[..., object])
 C = TypeVar("C")
 T = TypeVar("T")
 
-_QUEUE_NOTE = "__qkit_queue__"
-_CONSUME_NOTE = "__qkit_consume__"
+_QUEUE_ATTRIBUTE = "__qkit_queue__"
+_CONSUME_ATTRIBUTE = "__qkit_consume__"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,12 @@ class QueueMetadata:
 
     channel: Channel[object]
     owner: str
-    place: str
+    location: str
 
     @staticmethod
     def of(target: type) -> QueueMetadata | None:
         """The metadata of a decorated class, its own or inherited; ``None`` if there is none."""
-        note = getattr(target, _QUEUE_NOTE, None)
+        note = getattr(target, _QUEUE_ATTRIBUTE, None)
         return note if isinstance(note, QueueMetadata) else None
 
 
@@ -61,12 +61,12 @@ class ConsumeMetadata:
     timeout: float | None
     batch_size: int | None
     batch_wait: float
-    place: str
+    location: str
 
     @staticmethod
     def of(target: object) -> ConsumeMetadata | None:
         """The metadata of a decorated function or method; ``None`` if there is none."""
-        note = getattr(target, _CONSUME_NOTE, None)
+        note = getattr(target, _CONSUME_ATTRIBUTE, None)
         return note if isinstance(note, ConsumeMetadata) else None  # a mock has every attribute
 
 
@@ -87,7 +87,7 @@ def channel(
             f'@channel needs a name: write @channel("orders"), not @channel on {name!r}'
         )
     bound = _channel(name, options)
-    place = caller_place()
+    location = caller_location()
 
     def decorate(target: type[C]) -> type[C]:
         if not isinstance(target, type):
@@ -95,7 +95,7 @@ def channel(
                 f"@channel({bound.name!r}) goes on a class, not on {target!r}; "
                 f"a function is bound by @consume({bound.name!r})"
             )
-        setattr(target, _QUEUE_NOTE, QueueMetadata(bound, target.__qualname__, place))
+        setattr(target, _QUEUE_ATTRIBUTE, QueueMetadata(bound, target.__qualname__, location))
         return target
 
     return decorate
@@ -139,8 +139,8 @@ def consume(
     Raises ``ConfigError`` for values that cannot work.
     """
     if target is not None and not isinstance(target, str | Channel):
-        return _note(
-            cast("F", target), ConsumeMetadata(None, None, 1, None, None, 0.5, caller_place())
+        return _attach_metadata(
+            cast("F", target), ConsumeMetadata(None, None, 1, None, None, 0.5, caller_location())
         )
     name = cast("str | Channel[object] | None", target)
     if name is None and options:
@@ -159,17 +159,17 @@ def consume(
         timeout=timeout,
         batch_size=batch_size,
         batch_wait=batch_wait,
-        place=caller_place(),
+        location=caller_location(),
     )
-    return lambda function: _note(function, metadata)
+    return lambda function: _attach_metadata(function, metadata)
 
 
-def _note(function: F, metadata: ConsumeMetadata) -> F:
+def _attach_metadata(function: F, metadata: ConsumeMetadata) -> F:
     # Above @staticmethod or @classmethod: the note goes where it is looked for.
     noted: object = getattr(function, "__func__", function)
     if isinstance(noted, type) or not callable(noted):
         raise ConfigError(f"@consume goes on a function or method, not on {function!r}")
-    setattr(noted, _CONSUME_NOTE, metadata)
+    setattr(noted, _CONSUME_ATTRIBUTE, metadata)
     return function
 
 

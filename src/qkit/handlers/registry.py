@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from qkit._internal.logging import logger
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError
 from qkit.handlers.channel import Channel
 from qkit.handlers.decorators import ConsumeMetadata, QueueMetadata
-from qkit.handlers.signature import ParamMetadata, is_async, params_of, qualified_name
-from qkit.message import check_name
+from qkit.handlers.signature import ParamMetadata, is_async, qualified_name, resolve_parameters
 
 __all__ = ["Handler", "Registry"]
 
@@ -70,7 +70,7 @@ class Registry:
         """
         channels, handlers = dict(self.channels), list(self.handlers)
         try:
-            added = [self._add(*found) for found in _found(target)]
+            added = [self._add(*found) for found in _find_handlers(target)]
         except Exception:
             self.channels, self.handlers = channels, handlers
             raise
@@ -97,7 +97,7 @@ class Registry:
         bound = metadata.channel or queue
         if bound is None:
             raise ConfigError(
-                f"{name} at {metadata.place} consumes no channel: name one in @consume(…), "
+                f"{name} at {metadata.location} consumes no channel: name one in @consume(…), "
                 "or put @channel(…) on its class"
             )
         declared = self.declare(bound)
@@ -107,11 +107,13 @@ class Registry:
             if other.channel != declared.name or (broadcast and other.group != group):
                 continue
             if other.call == call:
-                raise ConfigError(f"{name} at {metadata.place} is registered twice; once is enough")
+                raise ConfigError(
+                    f"{name} at {metadata.location} is registered twice; once is enough"
+                )
             what = f"group {group!r} of topic" if broadcast else "queue"
             raise ConfigError(
                 f"{what} {declared.name!r} has two handlers: {other.name} at "
-                f"{other.metadata.place} and {name} at {metadata.place}; raise concurrency "
+                f"{other.metadata.location} and {name} at {metadata.location}; raise concurrency "
                 "instead, or make it a topic with broadcast=True and two groups"
             )
         handler = Handler(
@@ -120,7 +122,7 @@ class Registry:
             group=group,
             call=call,
             is_async=is_async(call, name),
-            params=params_of(call, name, batch=metadata.batch_size is not None),
+            params=resolve_parameters(call, name, batch=metadata.batch_size is not None),
             metadata=metadata,
         )
         self.handlers.append(handler)
@@ -130,7 +132,7 @@ class Registry:
 _Found = tuple[Callable[..., object], ConsumeMetadata, Channel[object] | None]
 
 
-def _found(target: object) -> Sequence[_Found]:
+def _find_handlers(target: object) -> Sequence[_Found]:
     """Every handler inside ``target``, with the channel of its class."""
     if isinstance(target, types.ModuleType):
         found = [item for value in vars(target).values() for item in _module_member(target, value)]

@@ -9,23 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from qkit._internal.retry import Backoff, RetryPolicy
+from qkit._internal.retry import Backoff
 from qkit.backend import Capabilities, QueueSpec
 from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel, Middleware
 from qkit.handlers.registry import Handler, Registry
-from qkit.observability.health import ChannelCounters, Counters
+from qkit.handlers.retry_policy import RetryPolicy
+from qkit.observability.metrics import ChannelCounters, Counters
 from qkit.settings.model import RetrySettings, Settings
 
-__all__ = ["Route", "Routes"]
+__all__ = ["Route", "RouteTable"]
 
 MAX_PREFETCH = 1_000
 MAX_PRIORITY = 255
 MAX_ROUTES = 20_000  # channels whose names come from data must not fill the memory
 
 # Which capability an explicit option of a channel needs, and what to do without it.
-_NEEDS = {
+_REQUIRED_CAPABILITY = {
     "broadcast": ("topics", "use a queue, or a backend with topics"),
     "ordered": ("key_order", "drop ordered=True, or use a backend that keeps order per key"),
     "prefetch": ("prefetch", "leave prefetch out"),
@@ -46,6 +47,7 @@ class Route:
 
     name: str
     queue: str
+    backend: str
     broadcast: bool
     ordered: bool
     ttl: float | None
@@ -61,11 +63,11 @@ class Route:
     spec: QueueSpec
     counters: ChannelCounters
     declared: bool = False
-    heard: Channel[object] | None = None
+    last_declaration: Channel[object] | None = None
     """The declaration that last asked for it: it says nothing new when it asks again."""
 
 
-class Routes:
+class RouteTable:
     """Builds a channel's route when it is first needed, and keeps it."""
 
     def __init__(
@@ -84,16 +86,18 @@ class Routes:
         self._middleware = tuple(middleware)
         self._backend = backend
         self._routes: dict[str, Route] = {}
+        self.queues: dict[str, Route] = {}
+        """RouteTable that ``send`` takes, by channel: those built so far."""
 
     def get(self, name: str) -> Route | None:
-        """The route of a channel that was used before."""
+        """Return the route of a channel that was used before."""
         return self._routes.get(name)
 
     def known(self) -> list[Route]:
         """Every route built so far."""
         return list(self._routes.values())
 
-    def of(self, channel: Channel[object]) -> Route:
+    def resolve(self, channel: Channel[object]) -> Route:
         """The route of a channel, built from all that was declared about it."""
         route = self._routes.get(channel.name)
         if route is None and len(self._routes) >= MAX_ROUTES:
@@ -103,12 +107,15 @@ class Routes:
                 "channels in the program, and put what differs in the body or a header",
                 queue=channel.name,
             )
-        if route is None or route.heard is not channel:
+        if route is None or route.last_declaration is not channel:
             known = self._registry.channels.get(channel.name)
             declared = self._registry.declare(channel)
             if route is None or declared is not known:  # it said something new
                 route = self._routes[channel.name] = self._build(declared)
-            route.heard = channel
+                self.queues.pop(channel.name, None)
+                if not route.broadcast:
+                    self.queues[channel.name] = route
+            route.last_declaration = channel
         return route
 
     def codec(self, body_type: object) -> Codec[object]:
@@ -165,7 +172,7 @@ class Routes:
 
     def _build(self, channel: Channel[object]) -> Route:
         settings, options, name = self._settings, channel.options, channel.name
-        for option, (capability, advice) in _NEEDS.items():
+        for option, (capability, advice) in _REQUIRED_CAPABILITY.items():
             if options.get(option) and not self._can.supports(capability):
                 raise self._unsupported(name, option, advice)
         balance = options.get("balance")
@@ -174,7 +181,7 @@ class Routes:
                 name, f"balance={balance!r}", "leave balance out: its consumers take turns"
             )
         ordered = options.get("ordered", False)
-        own = self._letters_of(name)
+        own = self._own_dead_letter_spec(name)
         topic = options.get("broadcast", False) or not self._can.queues
         broadcast = topic and own is None
         retry = options.get("retry", settings.retry)
@@ -185,6 +192,7 @@ class Routes:
         return Route(
             name=name,
             queue=settings.broker_name(name),
+            backend=self._backend,
             broadcast=broadcast,
             ordered=ordered,
             ttl=options.get("ttl"),
@@ -211,7 +219,7 @@ class Routes:
                 passive=settings.declare == "passive",
                 consumed=handled,
             ),
-            counters=self._counters.of(name),
+            counters=self._counters.for_channel(name),
         )
 
     def _send_limit(self, channel: Channel[object]) -> int | None:
@@ -243,16 +251,18 @@ class Routes:
     def _dead_letter_spec(self, channel: Channel[object]) -> QueueSpec | None:
         """The queue for a channel's dead letters; a dead-letter queue has none itself."""
         wanted = channel.options.get("dead_letter", self._settings.dead_letter.enabled)
-        if not wanted or not self._can.dead_letters or self._letters_of(channel.name):
+        if not wanted or not self._can.dead_letters or self._own_dead_letter_spec(channel.name):
             return None
-        return self._letters(self._settings.dead_letter_name(channel.name))
+        return self._dead_letter_queue_spec(self._settings.dead_letter_name(channel.name))
 
-    def _letters_of(self, name: str) -> QueueSpec | None:
+    def _own_dead_letter_spec(self, name: str) -> QueueSpec | None:
         """The declaration of ``name`` if it is itself a dead-letter queue."""
         suffix = self._settings.dead_letter_name("")
-        return self._letters(name) if name.endswith(suffix) and name != suffix else None
+        return (
+            self._dead_letter_queue_spec(name) if name.endswith(suffix) and name != suffix else None
+        )
 
-    def _letters(self, name: str) -> QueueSpec:
+    def _dead_letter_queue_spec(self, name: str) -> QueueSpec:
         return QueueSpec(
             name=self._settings.broker_name(name),
             max_depth=self._settings.dead_letter.max_size,

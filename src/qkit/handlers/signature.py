@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal, get_args, get_origin
 from qkit.errors import HandlerError
 from qkit.message import Message
 
-__all__ = ["MISSING", "Header", "ParamMetadata", "is_async", "params_of", "qualified_name"]
+__all__ = ["MISSING", "Header", "ParamMetadata", "is_async", "qualified_name", "resolve_parameters"]
 
 MISSING: Final = inspect.Parameter.empty
 
@@ -39,7 +39,7 @@ class ParamMetadata:
     default: object = field(default=MISSING)
 
 
-def _layers(call: Callable[..., object]) -> list[Callable[..., object]]:
+def _unwrap(call: Callable[..., object]) -> list[Callable[..., object]]:
     """``call`` and what is behind it: partials, decorators, callable objects, to the function."""
     layers = [call]
     while True:
@@ -56,24 +56,26 @@ def _layers(call: Callable[..., object]) -> list[Callable[..., object]]:
 
 def qualified_name(call: Callable[..., object]) -> str:
     """A handler's qualified name; an address would make another group of it in every process."""
-    names = (getattr(layer, "__qualname__", None) for layer in _layers(call))
+    names = (getattr(layer, "__qualname__", None) for layer in _unwrap(call))
     return next(name for name in names if isinstance(name, str))
 
 
 def is_async(call: Callable[..., object], name: str) -> bool:
     """Whether a call must be awaited; ``HandlerError`` for a generator."""
-    layers = _layers(call)
+    layers = _unwrap(call)
     if inspect.isasyncgenfunction(layers[-1]) or inspect.isgeneratorfunction(layers[-1]):
         raise HandlerError(f"{name} is a generator: a handler returns, it does not yield")
     # Any of them: an async decorator may wrap a plain function, and a plain one an async.
     return any(inspect.iscoroutinefunction(layer) for layer in layers)
 
 
-def params_of(call: Callable[..., object], name: str, *, batch: bool) -> tuple[ParamMetadata, ...]:
+def resolve_parameters(
+    call: Callable[..., object], name: str, *, batch: bool
+) -> tuple[ParamMetadata, ...]:
     """How each parameter is filled, or ``HandlerError`` saying which cannot be, and why."""
     try:
         signature = inspect.signature(call)
-        hints = typing.get_type_hints(_layers(call)[-1], include_extras=True)
+        hints = typing.get_type_hints(_unwrap(call)[-1], include_extras=True)
     except Exception as error:  # evaluating an annotation can raise anything
         raise HandlerError(
             f"{name}: its annotations cannot be read: {error}; the types they name must be known "

@@ -23,8 +23,9 @@ from pathlib import Path
 from time import time_ns
 from typing import Final, NamedTuple, Self
 
+from qkit._internal.ids import new_id
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError, LogDamaged, StorageError
-from qkit.message import check_name, new_id
 from qkit.native.log.disk import sync_path
 from qkit.native.log.encode import encode_declare, encode_publish
 from qkit.native.log.reader import not_shared

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, cast
 
+from qkit._internal.names import check_name
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,
@@ -16,7 +17,6 @@ from qkit.errors import (
     QueueError,
     StorageError,
 )
-from qkit.message import check_name
 from qkit.native.bulk import published_jobs, queues_of, read_bulk
 from qkit.native.catalogue import ALL_FIELDS
 from qkit.native.config import QueueConfig

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any, Final
 
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError, QueueNotFound, Unsupported
-from qkit.message import check_name
 from qkit.native.config import QueueConfig
 from qkit.native.queue.actor import EngineHooks, QueueActor
 from qkit.native.queue.topic import Topic

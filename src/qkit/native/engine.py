@@ -19,6 +19,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from qkit._internal.clock import Clock, SystemClock
+from qkit._internal.ids import new_id
+from qkit._internal.names import check_name
 from qkit.backend import QueueStats
 from qkit.errors import (
     ConsumerNotFound,
@@ -27,7 +29,7 @@ from qkit.errors import (
     LogDamaged,
     Unsupported,
 )
-from qkit.message import DeadLetter, Envelope, Sent, check_name, new_id
+from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
 from qkit.native.cross_thread import LoopPortal, callable_from_any_thread, get_ident

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 
 from qkit._internal.clock import Clock
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Backend
-from qkit.observability.health import Connection
+from qkit.observability.connection_state import ConnectionTracker
 
 __all__ = ["Monitor"]
 
-PING_EVERY = 2.0
+PING_INTERVAL_SECONDS = 2.0
 
 
 class Monitor:
     """Asks the broker now and then whether it is there, from ``start`` to ``stop``."""
 
-    def __init__(self, backend: Backend, connection: Connection, clock: Clock) -> None:
+    def __init__(self, backend: Backend, connection: ConnectionTracker, clock: Clock) -> None:
         self._backend = backend
         self._connection = connection
         self._clock = clock
@@ -25,19 +25,19 @@ class Monitor:
         self._turned_at: float | None = None
 
     @property
-    def still_for(self) -> float:
+    def seconds_since_last_run(self) -> float:
         """Seconds since it last had its turn; many, and the loop is blocked. For any thread."""
         turned_at = self._turned_at
         return 0.0 if turned_at is None else self._clock.monotonic() - turned_at
 
     def start(self) -> None:
         """Begin."""
-        self._task = asyncio.create_task(self._watch(PING_EVERY), name="qkit monitor")
+        self._task = asyncio.create_task(self._watch(PING_INTERVAL_SECONDS), name="qkit monitor")
 
     async def stop(self) -> None:
         """End."""
         if self._task is not None:
-            await end_tasks([self._task])
+            await cancel_and_wait([self._task])
             self._turned_at = None
 
     async def _watch(self, every: float) -> None:
@@ -49,6 +49,6 @@ class Monitor:
                 async with asyncio.timeout(every):
                     await self._backend.ping()
             except Exception as error:  # whatever it is, the watch must go on
-                self._connection.failed(error)
+                self._connection.record_failure(error)
             else:
-                self._connection.worked()
+                self._connection.record_success()

@@ -90,7 +90,7 @@ class Telemetry:
                 _observe(meter, self._system, counts)
         self.enabled = self._tracer is not None or meter is not None
 
-    def sending(
+    def producer_span(
         self, channel: str, envelopes: Sequence[Envelope]
     ) -> AbstractContextManager[object]:
         """A producer span around a send; writes its context into the envelopes' headers."""
@@ -118,7 +118,7 @@ class Telemetry:
                     inject(envelope.headers)
                 yield span
 
-    def handling(
+    def consumer_span(
         self, channel: str, group: str, envelopes: Sequence[Envelope]
     ) -> AbstractContextManager[object]:
         """A consumer span around a handler call, linked to the spans that sent the messages."""

@@ -25,15 +25,16 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """Counts consecutive failures; opens at ``failure_threshold`` for ``recovery_timeout`` seconds.
 
-    Call ``admit`` before each try and ``succeeded``, ``failed`` or ``gave_up`` after it, with what
-    ``admit`` said: a try that began before the circuit opened may end while another one probes.
+    Call ``admit`` before each try and ``record_success``, ``record_failure`` or ``release_probe``
+    after it, with what ``admit`` said: a try that began before the circuit opened may end while
+    another one probes.
     """
 
     def __init__(self, *, failure_threshold: int, recovery_timeout: float, clock: Clock) -> None:
         self._threshold = failure_threshold
         self._recovery = recovery_timeout
         self._clock = clock
-        self._failures = 0
+        self.failures = 0  # in a row; while there are none, the circuit is closed
         self._opened_at: float | None = None
         self._probing = False
 
@@ -52,7 +53,7 @@ class CircuitBreaker:
         if self.state is BreakerState.OPEN:
             left = self._opened_at + self._recovery - self._clock.monotonic()
             raise CircuitOpen(
-                f"the circuit is open after {self._failures} connection failures in a row; "
+                f"the circuit is open after {self.failures} connection failures in a row; "
                 f"it lets a probe through in {left:.1f} s"
             )
         if self._probing:
@@ -66,20 +67,20 @@ class CircuitBreaker:
         self._probing = True
         return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """The connection works: close the circuit."""
-        self._failures = 0
+        self.failures = 0
         self._opened_at = None
         self._probing = False
 
-    def failed(self, *, probe: bool) -> None:
+    def record_failure(self, *, probe: bool) -> None:
         """The connection failed: count it, and open at the threshold or after a failed probe."""
-        self._failures += 1
-        if probe if self._opened_at is not None else self._failures >= self._threshold:
+        self.failures += 1
+        if probe if self._opened_at is not None else self.failures >= self._threshold:
             self._opened_at = self._clock.monotonic()
-        self.gave_up(probe=probe)
+        self.release_probe(probe=probe)
 
-    def gave_up(self, *, probe: bool) -> None:
+    def release_probe(self, *, probe: bool) -> None:
         """The try ended without telling anything about the connection (it was cancelled)."""
         if probe:
             self._probing = False

@@ -1,26 +1,23 @@
-"""From what a caller passes to ``send`` to the envelope that leaves, with every check before it."""
+"""Check the options of a send and build the envelope."""
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from typing import TypedDict
 
 from qkit._internal.clock import Clock
-from qkit.errors import InvalidHeader, InvalidPriority, Unsupported
+from qkit._internal.ids import new_id
+from qkit._internal.names import check_headers
+from qkit._internal.text import is_plain_text
+from qkit.errors import InvalidHeader, InvalidPriority, QueueError, Unsupported
 from qkit.handlers.route import Route
-from qkit.message import (
-    CONTENT_ENCODING,
-    CONTENT_TYPE,
-    Envelope,
-    check_headers,
-    is_plain,
-    new_id,
-)
+from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope
 
-__all__ = ["SendOptions", "dress", "make_envelope"]
+__all__ = ["SendOptions", "build_encoded_envelope", "build_envelope"]
 
-MAX_KEY = 1_024
+MAX_KEY_LENGTH = 1_024
 
 
 class SendOptions(TypedDict, total=False):
@@ -38,23 +35,36 @@ class SendOptions(TypedDict, total=False):
     """Facts beside the body, for handlers and other programs."""
 
 
-def make_envelope(route: Route, body: object, clock: Clock, options: SendOptions) -> Envelope:
-    """Check everything and encode the body; raises before anything has left the process."""
-    data, headers = route.codec.encode(body)
-    envelope = Envelope(new_id(), data, headers)
-    if options or route.ttl is not None:
-        _apply(envelope, route, clock, **options)
+def build_envelope(route: Route, body: object, clock: Clock, options: SendOptions) -> Envelope:
+    """Check the options and encode the body. Raises before anything leaves the process."""
+    try:
+        data, headers = route.codec.encode(body)
+        envelope = Envelope(new_id(), data, headers)
+        if options or route.ttl is not None:
+            _apply_checked(envelope, route, clock, options)
+    except QueueError as error:
+        error.located(backend=route.backend, operation="send", queue=route.name)
+        raise
     return envelope
 
 
-def dress(
+def build_encoded_envelope(
     route: Route, id: str, data: bytes, headers: dict[str, str], clock: Clock, options: SendOptions
 ) -> Envelope:
-    """The same for a body that is encoded already, under an id of the caller's."""
+    """Do the same for a body that is encoded already, under an id of the caller's."""
     envelope = Envelope(id, data, headers)
     if options or route.ttl is not None:
         _apply(envelope, route, clock, **options)
     return envelope
+
+
+def _apply_checked(envelope: Envelope, route: Route, clock: Clock, options: SendOptions) -> None:
+    for option in options:
+        if option not in SendOptions.__annotations__:
+            near = difflib.get_close_matches(option, SendOptions.__annotations__, 1)
+            known = near[0] if near else ", ".join(SendOptions.__annotations__)
+            raise TypeError(f"a send has no option {option!r}; did you mean {known}?")
+    _apply(envelope, route, clock, **options)
 
 
 def _apply(
@@ -73,15 +83,19 @@ def _apply(
     if priority is not None:
         envelope.priority = _priority(route, priority)
     if key is not None:
-        if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY or not is_plain(key):
-            raise ValueError(
-                f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY} characters, none of them a "
-                "control character"
-            )
-        envelope.key = key
+        envelope.key = _key(key)
     ttl = route.ttl if ttl is None else ttl
     if delay is not None or ttl is not None:
         _schedule(envelope, route, clock, delay, ttl)
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_KEY_LENGTH or not is_plain_text(key):
+        raise ValueError(
+            f"key={key!r:.40}: a key is a str of 1 to {MAX_KEY_LENGTH} characters, none of them a "
+            "control character"
+        )
+    return key
 
 
 def _headers(given: Mapping[str, str], added: dict[str, str]) -> dict[str, str]:

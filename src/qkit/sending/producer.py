@@ -1,9 +1,9 @@
-"""The sending half of a service: find the channel, check, encode, declare if need be, hand over."""
+"""``Producer``: find the route, build the envelope, declare the queue if needed, send, count."""
 
 from __future__ import annotations
 
 import asyncio
-import difflib
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,57 +11,85 @@ from typing import Literal, TypeVar, cast
 
 from qkit._internal.clock import Clock
 from qkit._internal.coroutines import shown_as
-from qkit.backend import Backend
+from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Registry
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import Envelope, Sent
 from qkit.observability.telemetry import Telemetry
-from qkit.sending.envelope_builder import SendOptions, make_envelope
-from qkit.sending.sender import Sender
+from qkit.sending.envelope_builder import SendOptions, build_envelope
+from qkit.sending.guarded_backend import GuardedBackend
+from qkit.sending.send_batcher import SendBatcher
 
 __all__ = ["Producer"]
 
 T = TypeVar("T")
 
-SEND_GROUP = 500
+MAX_MESSAGES_PER_SEND = 500
+
+#: Between the attempts of one send; its deadline ends them.
+SEND_BACKOFF = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
 
 
 class Producer:
-    """What ``QueueService.send`` and its siblings do; ``ready`` raises where that is too early."""
+    """What ``QueueService.send`` and its siblings do.
+
+    Args:
+        require: Called with an operation's name; raises ``LifecycleError`` if it is too early or
+            too late for it.
+    """
 
     def __init__(
         self,
-        backend: Backend,
+        guarded: GuardedBackend,
         *,
         clock: Clock,
         registry: Registry,
-        routes: Routes,
-        sender: Sender,
+        routes: RouteTable,
         telemetry: Telemetry,
-        ready: Callable[[str], None],
+        require: Callable[[str], None],
     ) -> None:
-        self._backend = backend
+        self._guarded = guarded
+        self._backend = guarded.backend
         self._clock = clock
         self._registry = registry
         self._routes = routes
-        self._sender = sender
         self._telemetry = telemetry
-        self._ready = ready
+        self._require = require
+        self._batchers: dict[str, SendBatcher] = {}
         self._declaring = asyncio.Lock()
+        self._transmit = self.send_to_queue
+        self._accepting = False
+
+    def open(self) -> None:
+        """Accept sends from here on; they are traced if telemetry is on by now."""
+        self._accepting = True
+        self._transmit = self._send_traced if self._telemetry.enabled else self.send_to_queue
+
+    def close(self) -> None:
+        """Refuse further sends."""
+        self._accepting = False
 
     @shown_as("QueueService.send")
     async def send(self, channel: Channel[T] | str, body: object, options: SendOptions) -> Sent:
-        """One message to a queue."""
-        route = self._route(channel, "send")
-        return (await self.hand_over(route, [self._envelope(route, body, options)]))[0]
+        """Send one message to a queue."""
+        route = self._routes.queues.get(channel) if isinstance(channel, str) else None
+        if route is None or not self._accepting:
+            route = self._route(channel, "send")
+        envelope = build_envelope(route, body, self._clock, options)
+        (sent,) = await self._transmit(route, route.queue, [envelope])
+        route.counters.sent += 1
+        return sent
 
     @shown_as("QueueService.publish")
     async def publish(self, channel: Channel[T] | str, body: object, options: SendOptions) -> Sent:
-        """One message to every group of a topic."""
+        """Send one message to every group of a topic."""
         route = self._route(channel, "publish")
-        return (await self.hand_over(route, [self._envelope(route, body, options)]))[0]
+        envelope = build_envelope(route, body, self._clock, options)
+        (sent,) = await self._transmit(route, route.queue, [envelope])
+        route.counters.sent += 1
+        return sent
 
     @shown_as("QueueService.send_many")
     async def send_many(
@@ -69,12 +97,12 @@ class Producer:
     ) -> list[Sent]:
         """Many messages to a queue, in groups; ``PartialSend`` unless all were accepted."""
         route = self._route(channel, "send")
-        envelopes = [self._envelope(route, body, options) for body in bodies]
+        envelopes = [build_envelope(route, body, self._clock, options) for body in bodies]
         results: list[Sent | QueueError] = []
-        for start in range(0, len(envelopes), SEND_GROUP):
-            group = envelopes[start : start + SEND_GROUP]
+        for start in range(0, len(envelopes), MAX_MESSAGES_PER_SEND):
+            group = envelopes[start : start + MAX_MESSAGES_PER_SEND]
             try:
-                results += await self.hand_over(route, group)
+                results += await self.send_envelopes(route, group)
             except PartialSend as error:
                 results += error.results
             except QueueError as error:
@@ -95,33 +123,46 @@ class Producer:
 
     async def replay(self, name: str, envelopes: Sequence[Envelope], *, topic: bool) -> list[Sent]:
         """Messages that were sent before, as they are, to their channel."""
-        return await self.hand_over(
-            self._routes.of(self._channel(name, broadcast=topic)), list(envelopes)
+        return await self.send_envelopes(
+            self._routes.resolve(self._channel(name, broadcast=topic)), list(envelopes)
         )
 
-    async def hand_over(self, route: Route, envelopes: list[Envelope]) -> list[Sent]:
-        """Under a producer span, and counted."""
+    async def send_envelopes(self, route: Route, envelopes: list[Envelope]) -> list[Sent]:
+        """Send envelopes to a channel, and count them."""
         try:
-            if self._telemetry.enabled:
-                with self._telemetry.sending(route.name, envelopes):
-                    sent = await self.carry(route, route.queue, envelopes)
-            else:
-                sent = await self.carry(route, route.queue, envelopes)
+            sent = await self._transmit(route, route.queue, envelopes)
         except PartialSend as error:
             route.counters.sent += sum(isinstance(item, Sent) for item in error.results)
             raise
         route.counters.sent += len(sent)
         return sent
 
-    async def carry(self, route: Route, queue: str, envelopes: list[Envelope]) -> list[Sent]:
-        """Through the sender; declares the channel if need be, also if it was deleted since."""
+    async def _send_traced(self, route: Route, queue: str, envelopes: list[Envelope]) -> list[Sent]:
+        with self._telemetry.producer_span(route.name, envelopes):
+            return await self.send_to_queue(route, queue, envelopes)
+
+    async def send_to_queue(
+        self, route: Route, queue: str, envelopes: list[Envelope]
+    ) -> list[Sent]:
+        """Send to a queue of the route; declare it if needed, also if it was deleted since."""
+        batcher = self._batchers.get(queue)
+        if batcher is None:
+            batcher = self._batchers[queue] = SendBatcher(self._guarded, queue, SEND_BACKOFF)
         if route.declared:
             try:
-                return await self._sender.send(queue, envelopes)
+                return await batcher.send(envelopes)
             except QueueNotFound:
                 route.declared = False
-        declare = functools.partial(self.declare, route)
-        return await self._sender.send(queue, envelopes, prepare=declare)
+        return await batcher.send(envelopes, prepare=functools.partial(self.declare, route))
+
+    async def drain(self) -> None:
+        """Wait until every send has returned, for as long as a send may take; then give up."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._guarded.timer.seconds):
+                while busy := [item for item in self._batchers.values() if item.in_progress]:
+                    await busy[0].drain()
+        for batcher in self._batchers.values():
+            await batcher.close()
 
     async def declare(self, route: Route) -> None:
         """Declare a channel and its dead-letter queue, unless that was done."""
@@ -130,7 +171,7 @@ class Producer:
                 return
             await self._declare(route, again=False)
 
-    async def declare_again(self, route: Route) -> None:
+    async def redeclare(self, route: Route) -> None:
         """Declare a channel that may be gone; what another service declared since stays."""
         async with self._declaring:
             await self._declare(route, again=True)
@@ -141,21 +182,12 @@ class Producer:
         await self._backend.declare(replace(route.spec, again=again))
         route.declared = True
 
-    def _envelope(self, route: Route, body: object, options: SendOptions) -> Envelope:
-        if options:
-            _check_options(options)
-        try:
-            return make_envelope(route, body, self._clock, options)
-        except QueueError as error:
-            error.located(backend=self._backend.name, operation="send", queue=route.name)
-            raise
-
     def _route(self, channel: Channel[T] | str, verb: Literal["send", "publish"]) -> Route:
         """The channel's route; the wrong verb is refused."""
-        self._ready(verb)
+        self._require(verb)
         route = self._routes.get(channel) if isinstance(channel, str) else None
         if route is None:
-            route = self._routes.of(self._channel(channel, broadcast=verb == "publish"))
+            route = self._routes.resolve(self._channel(channel, broadcast=verb == "publish"))
         # Without queues both verbs say the same.
         if route.broadcast is not (verb == "publish") and self._backend.capabilities.queues:
             kind, right = ("topic", "publish") if route.broadcast else ("queue", "send")
@@ -174,11 +206,3 @@ class Producer:
         if known is not None:
             return known
         return Channel(channel, broadcast=True) if broadcast else Channel(channel)
-
-
-def _check_options(options: SendOptions) -> None:
-    for option in options:
-        if option not in SendOptions.__annotations__:
-            near = difflib.get_close_matches(option, SendOptions.__annotations__, 1)
-            known = near[0] if near else ", ".join(SendOptions.__annotations__)
-            raise TypeError(f"a send has no option {option!r}; did you mean {known}?")

@@ -34,7 +34,9 @@ _NOT_SETTINGS = re.compile(
 )
 
 
-def error(problems: Sequence[Problem], what: str, origins: Mapping[tuple[str, ...], str]) -> str:
+def config_error(
+    problems: Sequence[Problem], what: str, origins: Mapping[tuple[str, ...], str]
+) -> str:
     """Every problem on a line of its own, under a heading."""
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"{count} in {what}:"]
@@ -53,7 +55,7 @@ def from_validation(exc: ValidationError, model: type[BaseModel]) -> list[Proble
         if isinstance(nested, SectionError):
             problems += [((*where, *inner), text) for inner, text in nested.problems]
         elif item["type"] == "extra_forbidden":
-            problems.append((where, unknown(where[0], model)))
+            problems.append((where, unknown_field(where[0], model)))
         else:
             problems.append((where, _wrong(model.model_fields[where[0]], where[0], item["input"])))
     return problems
@@ -63,11 +65,11 @@ class SectionError(ConfigError):
     """A section (``RetrySettings(…)``) that cannot be; ``problems`` lets settings place them."""
 
     def __init__(self, section: str, problems: list[Problem]) -> None:
-        super().__init__(error(problems, section, {}))
+        super().__init__(config_error(problems, section, {}))
         self.problems = problems
 
 
-def unknown(name: str, model: type[BaseModel]) -> str:
+def unknown_field(name: str, model: type[BaseModel]) -> str:
     """What to say about a name that is no field of ``model``."""
     names = list(model.model_fields)
     for section, info in model.model_fields.items():

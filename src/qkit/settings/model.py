@@ -42,8 +42,8 @@ __all__ = [
 
 _NAME_PART = r"^[A-Za-z0-9._-]*$"
 _PREFETCH = {"rabbitmq": 1, "kafka": 500}
-_USUAL_PREFETCH = 10
-_USUAL_PRIORITY = 5
+_DEFAULT_PREFETCH = 10
+_DEFAULT_PRIORITY = 5
 
 
 class _Section(BaseModel):
@@ -286,27 +286,27 @@ class Settings(BaseSettings):
     _implicit_mode: bool = PrivateAttr(default=False)  # Redis, and the mode is not set
 
     def __init__(
-        self, _file: sources.File | None = None, /, **values: Unpack[SettingsValues]
+        self, _file: sources.TomlFile | None = None, /, **values: Unpack[SettingsValues]
     ) -> None:
         cls = self.__class__
         layers: list[tuple[str, Mapping[str, object]]] = [
             ("", cast("Mapping[str, object]", values)),
             (error_messages.PREFIX, sources.Environment(cls)()),
         ]
-        file = _file or sources.named(os.environ)
+        file = _file or sources.file_from_environment(os.environ)
         if file is not None:
             layers.append((f" (in {file.path})", file.values))
         merged, origins = sources.merge(layers)
         problems = error_messages.unknown_variables(os.environ, cls)
         problems += [
-            ((name[:80],), error_messages.unknown(name, cls))
+            ((name[:80],), error_messages.unknown_field(name, cls))
             for name in merged
             if name not in cls.model_fields
         ]
         implicit_mode = merged.get("type") == "redis" and merged.get("mode") is None
         if implicit_mode:
             merged["mode"] = "pubsub"
-        problems += rules.between_fields(merged)
+        problems += rules.check_combinations(merged)
         known: dict[str, Any] = {
             name: value for name, value in merged.items() if name in cls.model_fields
         }
@@ -318,10 +318,10 @@ class Settings(BaseSettings):
             problems += [problem for problem in found if problem[0] not in seen]
         # Raised out here: inside, pydantic's error with all its inputs would be the context.
         if problems:
-            raise ConfigError(error_messages.error(problems, "the settings", origins))
+            raise ConfigError(error_messages.config_error(problems, "the settings", origins))
         self._implicit_mode = implicit_mode
         if implicit_mode:
-            _warn_of_mode(3 if _file is None else 4)
+            _warn_default_mode(3 if _file is None else 4)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], /, **overrides: Unpack[SettingsValues]) -> Self:
@@ -340,7 +340,7 @@ class Settings(BaseSettings):
         Raises ``ConfigError`` for a file that is missing or not TOML, with the line, and for
         everything that ``Settings`` refuses.
         """
-        return cls(sources.read(Path(path)), **overrides)
+        return cls(sources.read_toml(Path(path)), **overrides)
 
     @classmethod
     def settings_customise_sources(
@@ -360,14 +360,14 @@ class Settings(BaseSettings):
 
     @field_validator("url")
     @classmethod
-    def _tidy_brokers(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+    def _normalize_brokers(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         if value is None or info.data.get("type") != "kafka":
             return value
         return SecretStr(",".join(part.strip() for part in value.get_secret_value().split(",")))
 
     @field_serializer("url", when_used="json")
     def _show_url(self, value: SecretStr | None) -> str | None:
-        return rules.mask(value.get_secret_value()) if value is not None else None
+        return rules.mask_url(value.get_secret_value()) if value is not None else None
 
     def __repr_args__(self) -> Iterator[tuple[str, object]]:
         """Only what differs from the defaults, and the address without its password."""
@@ -379,12 +379,12 @@ class Settings(BaseSettings):
     @property
     def safe_url(self) -> str | None:
         """The address as it may be shown: the password, if any, is ``***``."""
-        return rules.mask(self.url.get_secret_value()) if self.url is not None else None
+        return rules.mask_url(self.url.get_secret_value()) if self.url is not None else None
 
     @property
     def effective_prefetch(self) -> int:
         """``prefetch``, or the backend's default where it is not set."""
-        return self.prefetch or _PREFETCH.get(self.type, _USUAL_PREFETCH)
+        return self.prefetch or _PREFETCH.get(self.type, _DEFAULT_PREFETCH)
 
     @property
     def default_priority(self) -> int:
@@ -393,7 +393,7 @@ class Settings(BaseSettings):
         >>> Settings(type="native", max_priority=3).default_priority
         3
         """
-        return min(_USUAL_PRIORITY, self.max_priority)
+        return min(_DEFAULT_PRIORITY, self.max_priority)
 
     @property
     def uses_tls(self) -> bool:
@@ -448,7 +448,7 @@ class Settings(BaseSettings):
         return channel + (self.dead_letter.suffix or usual)
 
 
-def _warn_of_mode(stacklevel: int) -> None:
+def _warn_default_mode(stacklevel: int) -> None:
     text = (
         "type='redis' without a mode means 'pubsub' for now: messages are broadcast and lost when "
         "nobody listens. Set mode='list' or mode='pubsub' explicitly"

@@ -26,7 +26,7 @@ EXAMPLES = {
 _SCHEMES = {"rabbitmq": ("amqp", "amqps"), "redis": ("redis", "rediss")}
 
 # Fields of some backends only; every other field is common to all of them.
-OWNERS: dict[str, tuple[str, ...]] = {
+BACKENDS_BY_FIELD: dict[str, tuple[str, ...]] = {
     "url": ("rabbitmq", "kafka", "redis"),
     "ack_deadline": ("native", "redis"),
     "path": ("native",),
@@ -51,7 +51,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 _TLS_FILES = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
 
-def between_fields(values: Values) -> list[Problem]:
+def check_combinations(values: Values) -> list[Problem]:
     """What does not go together: fields of another backend, addresses, modes, files."""
     kind = values.get("type", "native")
     if not isinstance(kind, str) or not _is_backend(kind):
@@ -61,8 +61,8 @@ def between_fields(values: Values) -> list[Problem]:
     given = {name for name, value in values.items() if value is not None}
     problems: list[Problem] = [
         ((name,), _foreign(name, kind, values))
-        for name in OWNERS
-        if name in given and kind not in OWNERS[name]
+        for name in BACKENDS_BY_FIELD
+        if name in given and kind not in BACKENDS_BY_FIELD[name]
     ]
     problems += _check_url(kind, values.get("url"))
     match kind:
@@ -96,12 +96,14 @@ def _unsupported(kind: object) -> str:
 
 
 def _foreign(name: str, kind: str, values: Values) -> str:
-    *others, last = OWNERS[name]
+    *others, last = BACKENDS_BY_FIELD[name]
     owners = f"{', '.join(others)} and {last}" if others else last
     chosen = repr(kind) if "type" in values else f"{kind!r} (the default)"
     text = f"belongs to {owners}, but type is {chosen}; remove it or change the type"
     if name == "url":
-        guess = next((to for to, heads in _SCHEMES.items() if _scheme(reveal(values)) in heads), "")
+        guess = next(
+            (to for to, heads in _SCHEMES.items() if _scheme(url_text(values)) in heads), ""
+        )
         return f"{text} to {guess!r}" if guess else f"{text}; native takes a path instead"
     return text
 
@@ -211,7 +213,7 @@ def _check_tls(kind: str, values: Values, given: set[str]) -> list[Problem]:
     secure = {"rabbitmq": "amqps", "redis": "rediss"}.get(kind)
     for name in _TLS_FILES:
         value = values.get(name)
-        if name in given and secure is not None and _scheme(reveal(values)) != secure:
+        if name in given and secure is not None and _scheme(url_text(values)) != secure:
             problems.append(((name,), f"has an effect on {secure}:// only; change the url"))
         elif isinstance(value, (str, Path)) and ("\0" in str(value) or not Path(value).is_file()):
             # Not repeated: a key pasted in place of its file's name would be shown.
@@ -226,19 +228,19 @@ def _scheme(url: str) -> str:
     return head.lower() if colon else ""
 
 
-def reveal(values: Values) -> str:
+def url_text(values: Values) -> str:
     """The address as text, for looking at and never for showing."""
     url = values.get("url")
     return url.get_secret_value() if isinstance(url, SecretStr) else str(url or "")
 
 
-def mask(url: str) -> str:
+def mask_url(url: str) -> str:
     """An address that may be shown: no password, no values of query parameters.
 
     What stands before the last ``@`` is taken for credentials, so that a password with stray
     characters is hidden as well; better too much is hidden than a part of it shown.
 
-    >>> mask("amqp://guest:pa@ss@host:5672/shop?heartbeat=5")
+    >>> mask_url("amqp://guest:pa@ss@host:5672/shop?heartbeat=5")
     'amqp://guest:***@host:5672/shop?heartbeat=***'
     """
     head, colon, rest = url.partition("://")

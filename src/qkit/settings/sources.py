@@ -14,7 +14,7 @@ from qkit.errors import ConfigError
 from qkit.settings.error_messages import PREFIX
 
 
-class File(NamedTuple):
+class TomlFile(NamedTuple):
     path: Path
     values: dict[str, object]
 
@@ -64,13 +64,13 @@ def _origin(source: str, *names: str) -> str:
     return f" (from {source}{'__'.join(names).upper()})" if source == PREFIX else source
 
 
-def named(environ: Mapping[str, str]) -> File | None:
+def file_from_environment(environ: Mapping[str, str]) -> TomlFile | None:
     """The file that ``QKIT_CONFIG`` names, if it names one."""
     path = environ.get(f"{PREFIX}CONFIG")
-    return read(Path(path)) if path else None
+    return read_toml(Path(path)) if path else None
 
 
-def read(path: Path) -> File:
+def read_toml(path: Path) -> TomlFile:
     """The settings in a TOML file; ``ConfigError`` with path and line if there are none."""
     try:
         content = path.read_bytes()
@@ -91,7 +91,7 @@ def read(path: Path) -> File:
     if fault:
         raise ConfigError(f"{path}{fault}")
     table = values.get("qkit")
-    return File(path, cast("dict[str, object]", table) if isinstance(table, dict) else values)
+    return TomlFile(path, cast("dict[str, object]", table) if isinstance(table, dict) else values)
 
 
 def _placed(exc: tomllib.TOMLDecodeError, content: bytes) -> str:

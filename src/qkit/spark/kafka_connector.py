@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from qkit._internal.names import check_name
 from qkit.errors import Unsupported
-from qkit.message import check_name
 from qkit.settings.model import Settings
 from qkit.spark.columns import VALUE, columns_of
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from qkit._internal.ids import new_id
 from qkit.errors import StorageError
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native.bulk import published_jobs
 from qkit.native.log.reader import LogPosition, LogRange, LogReader, read_range
 from qkit.native.log.record import Publish

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
+from qkit._internal.names import check_name
 from qkit.errors import ConfigError
-from qkit.message import check_name
 from qkit.settings.model import Settings, SettingsValues
 
 __all__ = ["METADATA", "OPTIONS", "Plan", "absolute", "plan_of"]

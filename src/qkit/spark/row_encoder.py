@@ -16,7 +16,7 @@ from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, DecodeError, InvalidBody, QueueError, Unsupported
 from qkit.handlers.route import Route
 from qkit.message import CONTENT_TYPE, DeadLetter, Envelope, Reason
-from qkit.sending.envelope_builder import SendOptions, dress
+from qkit.sending.envelope_builder import SendOptions, build_encoded_envelope
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
 
@@ -69,7 +69,7 @@ class Bodies:
             data, headers = self._codec.encode(body)
         else:
             data, headers = self._as_it_is(body)
-        return dress(self._route, id, data, headers, self._clock, options)
+        return build_encoded_envelope(self._route, id, data, headers, self._clock, options)
 
     def _as_it_is(self, body: bytes | str | None) -> tuple[bytes, dict[str, str]]:
         if body is None:

@@ -10,9 +10,10 @@ import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
+from qkit._internal.ids import sent_at
 from qkit.codec.compression import decompress
 from qkit.errors import ConfigError, QueueError
-from qkit.message import CONTENT_ENCODING, DeadLetter, Envelope, sent_at
+from qkit.message import CONTENT_ENCODING, DeadLetter, Envelope
 from qkit.spark.options import Plan
 
 __all__ = ["batches", "check_schema", "schema_of"]

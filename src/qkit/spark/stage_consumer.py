@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
 from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
 from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable, QueueError
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.spark.existing import exists, start_for_reading
 from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan

@@ -14,14 +14,15 @@ from qkit.backends.factory import open_backend
 from qkit.errors import PartialSend, QueueError, QueueFull
 from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Registry
-from qkit.handlers.route import Route, Routes
+from qkit.handlers.route import Route, RouteTable
 from qkit.message import Envelope
+from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import Events
-from qkit.observability.health import Connection, Counters
+from qkit.observability.metrics import Counters
 from qkit.observability.telemetry import Telemetry
 from qkit.sending.circuit_breaker import CircuitBreaker
+from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
-from qkit.sending.sender import Sender
 from qkit.settings.model import Settings
 
 __all__ = ["Outlet"]
@@ -42,31 +43,33 @@ class Outlet:
         self._timeout = settings.send_timeout
         self._runner: asyncio.Runner | None = None
         self._backend = backend = open_backend(settings, clock)
-        self._routes = Routes(settings, backend.capabilities, registry, counters, (), backend.name)
-        self._sender = Sender(
+        self._routes = RouteTable(
+            settings, backend.capabilities, registry, counters, (), backend.name
+        )
+        guarded = GuardedBackend(
             backend,
             breaker=CircuitBreaker(
                 failure_threshold=settings.breaker.failure_threshold,
                 recovery_timeout=settings.breaker.recovery_timeout,
                 clock=clock,
             ),
-            connection=Connection(Events(), clock, backend.name),
-            backoff=BACKOFF,
+            connection=ConnectionTracker(Events(), clock, backend.name),
             timeout=settings.send_timeout,
         )
         self._producer = Producer(
-            backend,
+            guarded,
             clock=clock,
             registry=registry,
             routes=self._routes,
-            sender=self._sender,
             telemetry=Telemetry(backend.name),
-            ready=lambda verb: None,
+            require=lambda verb: None,
         )
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
-        return self._routes.of(Channel(channel, broadcast=True) if broadcast else Channel(channel))
+        return self._routes.resolve(
+            Channel(channel, broadcast=True) if broadcast else Channel(channel)
+        )
 
     @property
     def unheard(self) -> int:
@@ -102,7 +105,7 @@ class Outlet:
                 runner.close()
 
     async def _close(self) -> None:
-        await self._sender.drain()
+        await self._producer.drain()
         await self._backend.aclose()
 
     def send(self, route: Route, envelopes: Sequence[Envelope]) -> None:
@@ -117,7 +120,7 @@ class Outlet:
         tries, deadline = 0, time.monotonic() + self._timeout
         while envelopes:
             try:
-                await self._producer.hand_over(route, envelopes)
+                await self._producer.send_envelopes(route, envelopes)
             except PartialSend as partial:
                 refused = [
                     (envelope, result)

@@ -24,10 +24,11 @@ from pyspark.sql.datasource import (
     WriterCommitMessage,
 )
 
+from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
 from qkit.errors import InvalidBody, QueueError, StorageError
 from qkit.handlers.route import Route
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from qkit.native import bulk
 from qkit.native.bulk_jobs import commit_once, job_name
 from qkit.spark.columns import Columns

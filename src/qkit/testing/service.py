@@ -17,7 +17,7 @@ from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Handler
 from qkit.message import DeadLetter, Message, Sent
 from qkit.native import Engine
-from qkit.observability.health import Metrics
+from qkit.observability.metrics import Metrics
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
 from qkit.testing.clock import VirtualClock
@@ -85,7 +85,9 @@ class TestService:
             if column in MATRIX:
                 backend.capabilities = MATRIX[column]
             await self._engine.__aenter__()
-            self.service.rewire(backend, self.clock, watch=self._watched)
+            self.service.replace_backend_for_testing(
+                backend, self.clock, wrap_handler=self._watched
+            )
             await self.service.start()
         except BaseException:
             await self.__aexit__(None, None, None)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qkit._internal.validation import describe_errors
-from qkit.admin.dead_letters import ALL, DeadLetters
+from qkit.admin.dead_letters import MAX_LISTED, DeadLetters
 from qkit.admin.views import DeadLetterView, MessageView
 from qkit.errors import QueueError, QueueNotFound
 from qkit.message import Reason
@@ -269,7 +269,7 @@ class Api:
         _check_meant(request, chosen=bool(ids or reason or error))
         before = _moment(request, "failed_before")
         if before is not None:
-            found = await letters.list(ALL, reason=reason, error=error, ids=ids)
+            found = await letters.list(MAX_LISTED, reason=reason, error=error, ids=ids)
             ids = [item.message_id for item in found if item.last_failed_at <= before]
         count = await letters.purge(ids, reason=reason, error=error)
         self._sampler.forget()

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 from starlette.responses import Response, StreamingResponse
 
-from qkit.observability.health import ConnectionState
+from qkit.observability.connection_state import ConnectionState
 from qkit.service import QueueService
 from qkit.web.responses import failure, to_json
 from qkit.web.sampler import Sampler

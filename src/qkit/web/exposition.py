@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qkit.observability.health import Metrics
+from qkit.observability.metrics import Metrics
 from qkit.sending.circuit_breaker import BreakerState
 from qkit.service import QueueService
 from qkit.web.schemas import Overview, QueueView

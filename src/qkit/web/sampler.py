@@ -13,10 +13,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
+from qkit._internal.text import error_text
 from qkit.backend import QueueStats
 from qkit.errors import LifecycleError, QueueError, QueueNotFound, Unsupported
-from qkit.message import error_text
-from qkit.observability.health import ChannelMetrics, ConsumerHealth
+from qkit.observability.health import ConsumerHealth
+from qkit.observability.metrics import ChannelMetrics
 from qkit.service import QueueService
 from qkit.web.schemas import Overview, QueueState, QueueView, Totals
 

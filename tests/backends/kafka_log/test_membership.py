@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from qkit._internal.ids import new_id
 from qkit.backend import Delivery, LossReporting, QueueSpec
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
 from qkit.backends.kafka.group import Membership
 from qkit.errors import SubscriptionLost
-from qkit.message import Envelope, new_id
+from qkit.message import Envelope
 from tests.support.kafka import spec
 from tests.support.waiting import eventually
 

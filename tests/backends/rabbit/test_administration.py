@@ -8,6 +8,7 @@ import aiormq
 import pytest
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
 from qkit.backend import (
     QueueSpec,
 )
@@ -18,7 +19,7 @@ from qkit.errors import (
     QueueFull,
     QueueNotFound,
 )
-from qkit.message import DeadLetter, Envelope, Sent, new_id
+from qkit.message import DeadLetter, Envelope, Sent
 from tests.support.rabbitmq import (
     declare,
     has_depth,

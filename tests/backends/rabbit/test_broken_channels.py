@@ -151,7 +151,7 @@ async def test_a_release_that_fails_gives_the_message_back(
         async def fail(*arguments: object) -> None:
             raise BackendUnavailable("no")
 
-        monkeypatch.setattr(subscription, "_send_again", fail)
+        monkeypatch.setattr(subscription, "_republish", fail)
         with pytest.raises(BackendUnavailable):
             await subscription.release(first, 1.0)
         (again,) = await take(subscription)
@@ -186,12 +186,12 @@ async def test_who_waits_for_room_in_the_drivers_queue_hears_that_the_connection
         await backend.start()
         await declare(backend, name)
         await backend.publish(name, [Envelope("first", b"x")])
-        line = backend._publisher._line
-        assert line is not None
-        queue = line.channel.write_queue
+        current = backend._publisher._current
+        assert current is not None
+        queue = current.channel.write_queue
         beat = ChannelFrame.marshall(0, [Heartbeat()])
         proxy.black_hole()
-        stuck = line.channel.create_future()
+        stuck = current.channel.create_future()
         await queue.put(ChannelFrame(beat.payload * 3_000_000, False, stuck))
         await eventually(queue.empty)
         while not queue.full():

@@ -13,7 +13,7 @@ from qkit._internal.clock import SystemClock
 from qkit.backend import QueueSpec
 from qkit.backends.rabbitmq import subscription as subscription_module
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.backends.rabbitmq.delay import LONGEST, UNIT, Cascade
+from qkit.backends.rabbitmq.delay import LONGEST, UNIT, DelayCascade
 from qkit.backends.rabbitmq.topology import LEVELS, Topology
 from qkit.errors import ConfigError
 from qkit.message import Envelope
@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
     ("seconds", "units"), [(0.001, 1), (0.1, 1), (0.10001, 2), (1.0, 10), (60.0, 600), (1e9, None)]
 )
 def test_the_bits_of_a_key_are_the_delay_rounded_up(seconds: float, units: int | None) -> None:
-    exchange, key = Cascade(Topology(quorum=False, replicas=1)).way("a.b", seconds)
+    exchange, key = DelayCascade(Topology(quorum=False, replicas=1)).route("a.b", seconds)
     bits = key.split(".")[:LEVELS]
     found = int("".join(bits), 2)
     assert found == (2**LEVELS - 1 if units is None else units)
@@ -35,8 +35,8 @@ def test_the_bits_of_a_key_are_the_delay_rounded_up(seconds: float, units: int |
 
 
 def test_keys_fit_whatever_the_name() -> None:
-    cascade = Cascade(Topology(quorum=False, replicas=1))
-    keys = {cascade.way(f"{'x' * 254}{letter}", 1.0)[1] for letter in "ab"}
+    cascade = DelayCascade(Topology(quorum=False, replicas=1))
+    keys = {cascade.route(f"{'x' * 254}{letter}", 1.0)[1] for letter in "ab"}
     assert len(keys) == 2
     assert all(len(key) <= 255 for key in keys)
 
@@ -127,9 +127,9 @@ async def test_a_message_that_comes_before_its_time_waits_again(
 ) -> None:
     """As after 77 days, which is as long as the cascade can hold it."""
     monkeypatch.setattr("qkit.backends.rabbitmq.backend.LONGEST", 0.2)
-    way = Cascade.way
+    route = DelayCascade.route
     monkeypatch.setattr(
-        Cascade, "way", lambda self, name, seconds: way(self, name, min(seconds, 0.2))
+        DelayCascade, "route", lambda self, name, seconds: route(self, name, min(seconds, 0.2))
     )
     await declare(backend, name)
     due = SystemClock().time() + 1.0
@@ -252,7 +252,7 @@ async def test_a_queue_that_another_program_made_gets_its_delayed_messages(
 async def test_a_copy_that_cannot_be_sent_does_not_make_a_hot_loop(
     classic: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscription_module, "REST", 0.5)
+    monkeypatch.setattr(subscription_module, "REQUEUE_DELAY_SECONDS", 0.5)
     await declare(classic, name)
     await classic.publish(name, [Envelope("a", b"")])
     refused = 0
@@ -263,7 +263,7 @@ async def test_a_copy_that_cannot_be_sent_does_not_make_a_hot_loop(
         raise ConfigError("no cascade")
 
     async with classic.subscribe(spec(name)) as subscription:
-        monkeypatch.setattr(subscription, "_send_again", refuse)
+        monkeypatch.setattr(subscription, "_republish", refuse)
         began = time.monotonic()
         for _ in range(3):
             (delivery,) = await take(subscription, 1)

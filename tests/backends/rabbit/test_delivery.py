@@ -10,6 +10,7 @@ import aiormq
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.ids import new_id
 from qkit.backend import (
     Delivery,
     QueueSpec,
@@ -24,7 +25,7 @@ from qkit.errors import (
     QueueNotFound,
     SubscriptionLost,
 )
-from qkit.message import DeadLetter, Envelope, Reason, Sent, new_id
+from qkit.message import DeadLetter, Envelope, Reason, Sent
 from tests.support.rabbitmq import (
     dead,
     declare,
@@ -192,7 +193,7 @@ async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
 async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
     backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscription_module, "UNWANTED", 0.2)
+    monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.2)
     await declare(backend, name)
     async with (
         backend.subscribe(spec(name)) as paused,
@@ -216,6 +217,7 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
             task.cancel()
 
 
+@pytest.mark.proves("003-speed-2")
 @pytest.mark.parametrize("prefetch", [2, 5])
 async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
     rabbitmq_url: str, raw: aiormq.Channel, name: str, prefetch: int

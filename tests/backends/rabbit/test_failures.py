@@ -13,7 +13,7 @@ from pamqp.exceptions import UnmarshalingException
 from pamqp.header import ContentHeader
 
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.backends.rabbitmq.errors import error_of, translated
+from qkit.backends.rabbitmq.errors import to_queue_error, translate_errors
 from qkit.errors import (
     BackendUnavailable,
     ConfigError,
@@ -114,13 +114,13 @@ async def test_errors_of_the_driver_become_ours_with_their_cause(
     error: BaseException, kind: type[QueueError]
 ) -> None:
     with pytest.raises(QueueError) as caught:
-        async with translated("publish", "orders"):
+        async with translate_errors("publish", "orders"):
             raise error
     assert type(caught.value) is kind
     assert caught.value.cause is error
     assert (caught.value.backend, caught.value.operation) == ("rabbitmq", "publish")
     assert caught.value.queue == "orders"
-    assert type(error_of(error, "ack")) is kind
+    assert type(to_queue_error(error, "ack")) is kind
 
 
 def test_no_error_of_the_driver_was_forgotten() -> None:
@@ -136,12 +136,12 @@ def test_no_error_of_the_driver_was_forgotten() -> None:
 async def test_a_cancellation_of_the_driver_s_own_is_an_error_and_a_real_one_is_not() -> None:
     """The driver cancels what waits on a channel that it closes."""
     with pytest.raises(BackendUnavailable) as caught:
-        async with translated("publish"):
+        async with translate_errors("publish"):
             raise asyncio.CancelledError
     assert isinstance(caught.value.cause, asyncio.CancelledError)
 
     async def wait() -> None:
-        async with translated("publish"):
+        async with translate_errors("publish"):
             await asyncio.sleep(60)
 
     task = asyncio.create_task(wait())

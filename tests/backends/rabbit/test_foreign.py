@@ -111,7 +111,7 @@ async def working(
 ) -> AsyncGenerator[Worker, None]:
     service = QueueService(Settings(type="rabbitmq", url=url, **more))
     worker = Worker(service, queue)
-    make = connection.Address.connection
+    make = connection.ConnectionParameters.connection
 
     def counted(*arguments: Any, **options: Any) -> aiormq.Connection:
         worker.connections += 1
@@ -121,7 +121,7 @@ async def working(
     async def handle(number: int, message: Message) -> None:
         worker.got.append(message)
 
-    monkeypatch.setattr(connection.Address, "connection", counted)
+    monkeypatch.setattr(connection.ConnectionParameters, "connection", counted)
     service.register(handle)
     try:
         async with service:

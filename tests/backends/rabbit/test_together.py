@@ -14,14 +14,19 @@ from pamqp.commands import Basic
 
 from qkit.backends.rabbitmq import driver
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.backends.rabbitmq.driver import LARGE, Outgoing, can_write_together, publish_together
+from qkit.backends.rabbitmq.driver import (
+    BACKPRESSURE_BYTES,
+    OutgoingMessage,
+    publish_batch,
+    supports_batch_publish,
+)
 from qkit.message import Envelope, Sent
 from tests.support.rabbitmq import declare
 
 
-def outgoing(queue: str, number: int, body: bytes = b"x", priority: Any = None) -> Outgoing:
+def outgoing(queue: str, number: int, body: bytes = b"x", priority: Any = None) -> OutgoingMessage:
     facts = Basic.Properties(message_id=f"m{number}", priority=priority)
-    return Outgoing(queue, "", queue, facts, body)
+    return OutgoingMessage(queue, "", queue, facts, body)
 
 
 @pytest_asyncio.fixture
@@ -46,10 +51,10 @@ async def test_they_arrive_in_order_the_large_among_the_small(
     raw: aiormq.Channel, queue: str
 ) -> None:
     frame: int = raw.max_content_size
-    sizes = [1, 0, LARGE, 5, frame - 1, frame, frame + 1, 3 * frame, *[700] * 200, 2]
+    sizes = [1, 0, BACKPRESSURE_BYTES, 5, frame - 1, frame, frame + 1, 3 * frame, *[700] * 200, 2]
     sent = [bytes([at % 256]) * size for at, size in enumerate(sizes)]
     messages = [outgoing(queue, at, body) for at, body in enumerate(sent)]
-    assert await publish_together(raw, messages) == [None] * len(sent)
+    assert await publish_batch(raw, messages) == [None] * len(sent)
     assert await bodies(raw, queue) == sent
     assert raw.delivery_tag == len(sent)
     assert not raw.confirmations
@@ -62,21 +67,21 @@ async def test_large_ones_are_not_all_packed_before_the_first_is_written(
     ahead: list[int] = []
     pack = driver._pack
 
-    def noted(channel: aiormq.Channel, message: Outgoing) -> bytes:
+    def noted(channel: aiormq.Channel, message: OutgoingMessage) -> bytes:
         content = pack(channel, message)
         ahead.append(int(message.id[1:]) - channel.delivery_tag)
         return content
 
     monkeypatch.setattr(driver, "_pack", noted)
-    messages = [outgoing(queue, at, b"x" * LARGE) for at in range(20)]
-    assert await publish_together(raw, messages) == [None] * 20
+    messages = [outgoing(queue, at, b"x" * BACKPRESSURE_BYTES) for at in range(20)]
+    assert await publish_batch(raw, messages) == [None] * 20
     assert ahead == [0] * 20
 
 
 async def test_what_is_returned_or_cannot_be_carried_is_alone_in_that(
     raw: aiormq.Channel, queue: str
 ) -> None:
-    failures = await publish_together(
+    failures = await publish_batch(
         raw,
         [
             outgoing(queue, 0, b"a"),
@@ -94,7 +99,7 @@ async def test_on_a_closed_channel_all_are_told(raw: aiormq.Channel, queue: str)
     other = await raw.connection.channel()
     assert isinstance(other, aiormq.Channel)
     await other.close()
-    failures = await publish_together(other, [outgoing(queue, at) for at in range(3)])
+    failures = await publish_batch(other, [outgoing(queue, at) for at in range(3)])
     assert kinds(failures) == ["ChannelInvalidStateError"] * 3
 
 
@@ -103,8 +108,10 @@ async def test_a_channel_that_is_closed_under_way_fails_what_it_has(
 ) -> None:
     other = await raw.connection.channel()
     assert isinstance(other, aiormq.Channel)
-    nowhere = Outgoing("t", f"{queue}-no-exchange", "t", Basic.Properties(message_id="t"), b"x")
-    failures = await publish_together(other, [nowhere, outgoing(queue, 1)])
+    nowhere = OutgoingMessage(
+        "t", f"{queue}-no-exchange", "t", Basic.Properties(message_id="t"), b"x"
+    )
+    failures = await publish_batch(other, [nowhere, outgoing(queue, 1)])
     assert kinds(failures) == ["ChannelNotFoundEntity"] * 2
 
 
@@ -115,16 +122,14 @@ async def test_who_gives_up_before_the_write_leaves_the_numbers_right(
     full.put_nowait("something")
     with monkeypatch.context() as patched:
         patched.setattr(raw, "write_queue", full)
-        waiting = asyncio.ensure_future(publish_together(raw, [outgoing(queue, 1)]))
+        waiting = asyncio.ensure_future(publish_batch(raw, [outgoing(queue, 1)]))
         await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
     assert raw.delivery_tag == 0
     assert not raw.confirmations
-    gone, there = await publish_together(
-        raw, [outgoing(f"{queue}-gone", 1), outgoing(queue, 2, b"b")]
-    )
+    gone, there = await publish_batch(raw, [outgoing(f"{queue}-gone", 1), outgoing(queue, 2, b"b")])
     assert isinstance(gone, aiormq.exceptions.PublishError)
     assert there is None
 
@@ -148,9 +153,9 @@ async def test_groups_that_are_given_up_leave_no_answer_for_the_next(
 async def test_a_driver_that_keeps_its_notes_elsewhere_sends_one_by_one(
     classic: RabbitMQBackend, raw: aiormq.Channel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert can_write_together(raw)
-    monkeypatch.setattr(driver, "NOTES", (*driver.NOTES, "something_new"))
-    assert not can_write_together(raw)
+    assert supports_batch_publish(raw)
+    monkeypatch.setattr(driver, "CHANNEL_ATTRIBUTES", (*driver.CHANNEL_ATTRIBUTES, "something_new"))
+    assert not supports_batch_publish(raw)
     await declare(classic, name)
     envelopes = [Envelope(f"m{at}", b"%d" % at) for at in range(20)]
     assert await classic.publish(name, envelopes) == [Sent(item.id) for item in envelopes]

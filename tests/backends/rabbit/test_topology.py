@@ -30,6 +30,7 @@ from tests.support.rabbitmq import (
 from tests.support.waiting import eventually
 
 
+@pytest.mark.proves("003-dlq-2", "003-dlq-3", "003-dlq-4")
 async def test_dead_letters_have_an_exchange_a_binding_and_an_argument(
     backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:

@@ -16,6 +16,7 @@ PUBLISH = b'{"command": "queue.publish", "payload": {"queue": "q", "message": 1,
 VIDEO = {"type": "process_video", "video_id": "vid_123", "user_id": "user_456"}
 
 
+@pytest.mark.proves("000-publish-1", "000-consume-1", "000-ack-1")
 async def test_a_message_s_whole_life(owner: Any) -> None:
     nc = await owner.typist()
     assert await nc.say("queue.create", queue="tasks") == {"success": True}
@@ -99,6 +100,7 @@ async def test_the_figures_of_a_queue(owner: Any) -> None:
     }
 
 
+@pytest.mark.proves("000-nack-1")
 async def test_nack_requeues_or_buries_and_the_dead_are_listed_retried_and_purged(
     owner: Any,
 ) -> None:
@@ -130,6 +132,7 @@ async def test_nack_requeues_or_buries_and_the_dead_are_listed_retried_and_purge
     assert await nc.say("queue.retry", queue="tasks") == {"retried": 0}
 
 
+@pytest.mark.proves("000-prefetch-2")
 async def test_prefetch_bounds_what_a_connection_holds(owner: Any) -> None:
     nc = await owner.typist()
     await nc.say("queue.create", queue="tasks")
@@ -147,6 +150,7 @@ async def test_prefetch_bounds_what_a_connection_holds(owner: Any) -> None:
     assert (await nc.say("queue.consume", queue="tasks", prefetch=0))["error"]
 
 
+@pytest.mark.proves("000-consume-1")
 async def test_consume_waits_as_long_as_it_was_told(owner: Any) -> None:
     nc, other = await owner.typist(), await owner.typist()
     await nc.say("queue.create", queue="tasks")
@@ -173,6 +177,7 @@ async def test_one_shot_connections_settle_by_receipt(owner: Any) -> None:
     assert done == {"success": True}
 
 
+@pytest.mark.proves("000-ack-1")
 async def test_a_late_ack_is_refused_and_an_extended_one_is_not(owner: Any) -> None:
     nc = await owner.typist()
     await nc.say("queue.create", queue="tasks")

@@ -192,7 +192,7 @@ async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> Non
     (connection,) = owner.server._connections
     await asyncio.sleep(0.05)
     assert sent < 10_000 * len(peek), "the owner went on reading"
-    assert connection._outlet.waiting < 300 * (1 << 20)
+    assert connection._write_buffer.waiting < 300 * (1 << 20)
     slow.close()
     await until(lambda: not owner.server._connections)
     client = await owner.client()

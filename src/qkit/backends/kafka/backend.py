@@ -10,7 +10,7 @@ from typing import Final
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import to_its_end
+from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.kafka import codec, driver
@@ -276,14 +276,14 @@ class KafkaBackend:
             try:
                 await subscription.open()
             except BaseException:
-                await to_its_end(subscription.leave())
+                await run_to_completion(subscription.leave())
                 raise
         self._subscriptions.add(subscription)
         try:
             yield subscription
         finally:
             try:
-                await to_its_end(subscription.leave())
+                await run_to_completion(subscription.leave())
             finally:
                 self._subscriptions.discard(subscription)
 

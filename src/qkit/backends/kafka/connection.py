@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from qkit._internal.text import error_text
 from qkit.backends.kafka.driver import errors
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -18,7 +19,6 @@ from qkit.errors import (
     QueueNotFound,
     SendTimeout,
 )
-from qkit.message import error_text
 
 __all__ = ["BACKEND", "DRIVER_ERRORS", "Address", "error_of", "translated"]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.assignor import Assignor, Claim
 from qkit.backends.kafka.cluster import Cluster
@@ -171,7 +171,7 @@ class Membership:
         if consumer is None or self._left or self._ending:
             return
         self._ending = True
-        await end_tasks(self._tasks)
+        await cancel_and_wait(self._tasks)
         try:
             # A commit in the midst of a rebalance is refused: what is settled would come again.
             if self.trackers:

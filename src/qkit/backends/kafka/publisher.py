@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.cluster import Cluster, not_found
 from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, error_of
@@ -275,7 +275,7 @@ class Sending:
             self._on_way.pop(producer, None)
             await driver.close_producer(producer, flush=min(driver.CLOSING, self._address.timeout))
         if self._watching is not None:
-            await end_tasks([self._watching])
+            await cancel_and_wait([self._watching])
 
 
 async def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:

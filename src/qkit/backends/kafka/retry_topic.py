@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery
 from qkit.backends.kafka import codec, driver
 from qkit.backends.kafka.codec import Facts, KafkaRecord, Origin
@@ -121,7 +121,7 @@ class Delays:
         """Read no more; what waits is left in the log for whoever has the tier next."""
         task, self._task = self._task, None
         if task is not None:
-            await end_tasks([task])
+            await cancel_and_wait([task])
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             await driver.close_consumer(consumer)
@@ -174,7 +174,7 @@ class Delays:
         finally:
             moved.cancel()
             if polling is not None and not polling.done():
-                await end_tasks([polling])
+                await cancel_and_wait([polling])
         if polling is None or polling.cancelled():
             return []
         found = polling.result()

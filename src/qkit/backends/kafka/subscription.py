@@ -9,7 +9,7 @@ from typing import Final
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.kafka import codec
 from qkit.backends.kafka.cluster import Cluster
@@ -445,7 +445,7 @@ class KafkaSubscription:
 
     async def _cancel_polling(self) -> None:
         if self._polling is not None:
-            await end_tasks([self._polling])
+            await cancel_and_wait([self._polling])
 
     async def leave(self) -> None:
         """Stop, commit, leave the group; what is not settled comes again to others."""

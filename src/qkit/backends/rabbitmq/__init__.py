@@ -1,4 +1,4 @@
-"""RabbitMQ, classic and quorum queues (aio-pika, aiormq).
+"""RabbitMQ, classic and quorum queues (aiormq).
 
 May import: ``backends.common``, ``backends.capability_matrix`` and what lies below ``backends``.
 """

@@ -1,4 +1,4 @@
-"""Acknowledgements of one turn of the loop, sent together: one frame for all that are in a row."""
+"""Acks of one loop iteration in one batch: one frame for all that are contiguous."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from aiormq import Channel
 
 from qkit.backends.rabbitmq.errors import DRIVER_ERRORS
 
-__all__ = ["Acks"]
+__all__ = ["AckBatcher"]
 
 
-class Acks:
-    """Settles tags of one channel.
+class AckBatcher:
+    """Batches acks and requeues of one channel.
 
     ``multiple`` settles everything up to a tag, so it is used for the tags below which nothing is
     unsettled. Others go one by one, at once: held back, they would take the place of new messages.

@@ -15,25 +15,26 @@ from aiormq.abc import DeliveredMessage
 
 from qkit.backend import QueueSpec, QueueStats
 from qkit.backends.rabbitmq import codec
-from qkit.backends.rabbitmq.connection import Link
-from qkit.backends.rabbitmq.delay import Cascade
-from qkit.backends.rabbitmq.errors import translated
-from qkit.backends.rabbitmq.publisher import Outgoing, Publisher
+from qkit.backends.rabbitmq.connection import ReconnectingConnection
+from qkit.backends.rabbitmq.delay import DelayCascade
+from qkit.backends.rabbitmq.errors import translate_errors
+from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
 from qkit.backends.rabbitmq.topology import DELAY, group_queue
 from qkit.errors import QueueNotFound
 from qkit.message import GROUP, Envelope
 
-__all__ = ["Administration"]
+__all__ = ["RabbitMQAdmin"]
 
-WHOLE: Final = 1_000  # a quorum queue of up to so many messages is read whole, to keep its order
+#: Messages in a quorum queue up to which it is read whole, which keeps its order.
+MAX_FULL_READ: Final = 1_000
 
 
-class Administration:
-    """The ``Admin`` half of the backend."""
+class RabbitMQAdmin:
+    """The ``Admin`` part of the backend."""
 
-    _consuming: Link
+    _consuming: ReconnectingConnection
     _publisher: Publisher
-    _cascade: Cascade
+    _cascade: DelayCascade
     _quorum: bool
     _specs: dict[str, QueueSpec]
     _groups: dict[str, set[str]]
@@ -77,11 +78,11 @@ class Administration:
         """Delete every message that no consumer holds, delayed ones too; return how many."""
         gone = 0
         for name in await self._queues_of(queue, "purge"):
-            async with translated("purge", queue), self._consuming.control() as channel:
+            async with translate_errors("purge", queue), self._consuming.control() as channel:
                 gone += (await channel.queue_purge(name)).message_count or 0
-            gone += await self._sweep(name)
+            gone += await self._remove_delayed(name)
         if self._is_topic(queue):
-            gone += await self._sweep(queue)
+            gone += await self._remove_delayed(queue)
         return gone
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
@@ -92,7 +93,7 @@ class Administration:
         wanted = Counter(ids)
         gone = 0
         for name in await self._queues_of(queue, "remove"):
-            async with translated("remove", queue), self._consuming.own_channel() as channel:
+            async with translate_errors("remove", queue), self._consuming.own_channel() as channel:
                 kept: list[DeliveredMessage] = []
                 while wanted.total() and (message := await _get(channel, name)) is not None:
                     id = codec.message_id(message.header.properties, message.body)
@@ -110,13 +111,13 @@ class Administration:
         names = await self._queues_of(queue, "delete")
         topic = self._is_topic(queue)
         for name in names:
-            async with translated("delete", queue), self._consuming.control() as channel:
+            async with translate_errors("delete", queue), self._consuming.control() as channel:
                 await channel.queue_delete(name)
-            await self._sweep(name)
+            await self._remove_delayed(name)
         if topic:
-            async with translated("delete", queue), self._consuming.control() as channel:
+            async with translate_errors("delete", queue), self._consuming.control() as channel:
                 await channel.exchange_delete(queue)
-            await self._sweep(queue)
+            await self._remove_delayed(queue)
         self._specs.pop(queue, None)
         self._groups.pop(queue, None)
 
@@ -128,7 +129,7 @@ class Administration:
 
     async def _queues_of(self, queue: str, operation: str) -> list[str]:
         """The queue itself, or those of a topic's groups; raises if there is no such thing."""
-        async with translated(operation, queue), self._consuming.control() as channel:
+        async with translate_errors(operation, queue), self._consuming.control() as channel:
             if not self._is_topic(queue):
                 await channel.queue_declare(queue, passive=True)
                 return [queue]
@@ -136,18 +137,18 @@ class Administration:
         return [group_queue(queue, group) for group in sorted(self._groups.get(queue, ()))]
 
     async def _count(self, name: str, operation: str) -> QueueStats:
-        async with translated(operation, name), self._consuming.control() as channel:
+        async with translate_errors(operation, name), self._consuming.control() as channel:
             answer = await channel.queue_declare(name, passive=True)
         return QueueStats(
             queue=name, depth=answer.message_count or 0, consumers=answer.consumer_count
         )
 
     async def _look(self, name: str, limit: int) -> list[DeliveredMessage]:
-        async with translated("peek", name), self._consuming.own_channel() as channel:
+        async with translate_errors("peek", name), self._consuming.own_channel() as channel:
             many = limit
             if self._counts(name):
                 depth = (await channel.queue_declare(name, passive=True)).message_count or 0
-                many = max(limit, depth if depth <= WHOLE else 0)
+                many = max(limit, depth if depth <= MAX_FULL_READ else 0)
             found: list[DeliveredMessage] = []
             while len(found) < many and (message := await _get(channel, name)) is not None:
                 found.append(message)
@@ -165,14 +166,14 @@ class Administration:
         """Closing the channel puts everything in its old place, and a quorum queue counts it."""
         if not self._counts(name) or not messages:
             return
-        copies: list[Outgoing] = []
+        copies: list[OutgoingMessage] = []
         for message in messages:
             facts = message.header.properties
             envelope = codec.decode(facts, message.body)
             attempts = envelope.attempt + codec.deliveries(facts)
             frame = self._consuming.frame
             again = codec.encode_again(envelope, facts, attempts=attempts, frame=frame)
-            copies.append(Outgoing(name, "", name, again, message.body))
+            copies.append(OutgoingMessage(name, "", name, again, message.body))
         errors = await self._publisher.publish(copies)
         for message, error in zip(messages, errors, strict=True):
             if error is None:
@@ -182,7 +183,7 @@ class Administration:
         """Fetch and delete; what is at the head of a queue of dead letters is the oldest."""
         taken: list[Envelope] = []
         if count > 0:
-            async with translated("publish", name), self._consuming.own_channel() as channel:
+            async with translate_errors("publish", name), self._consuming.own_channel() as channel:
                 while len(taken) < count and (message := await _get(channel, name)) is not None:
                     facts = message.header.properties
                     envelope = codec.decode(facts, message.body)
@@ -190,11 +191,11 @@ class Administration:
                     await channel.basic_ack(message.delivery_tag or 0, wait=False)
         return taken
 
-    async def _sweep(self, name: str) -> int:
+    async def _remove_delayed(self, name: str) -> int:
         """Take delayed messages out of the cascade, if there is one."""
         try:
-            async with translated("purge", name):
-                return await self._cascade.sweep(self._consuming, name)
+            async with translate_errors("purge", name):
+                return await self._cascade.remove_delayed(self._consuming, name)
         except QueueNotFound:
             return 0
 

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from aiormq import exceptions
 from pamqp.commands import Basic
 
 from qkit._internal.clock import Clock, SystemClock
-from qkit._internal.tasks import to_its_end
+from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.rabbitmq import codec
-from qkit.backends.rabbitmq.admin import Administration
+from qkit.backends.rabbitmq.admin import RabbitMQAdmin
 from qkit.backends.rabbitmq.codec import FRAME, USUAL_PRIORITY
-from qkit.backends.rabbitmq.connection import Address, Link
-from qkit.backends.rabbitmq.delay import LONGEST, Cascade
-from qkit.backends.rabbitmq.errors import translated
-from qkit.backends.rabbitmq.publisher import Outgoing, Publisher
+from qkit.backends.rabbitmq.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.rabbitmq.delay import LONGEST, DelayCascade
+from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.publisher import OutgoingMessage, Publisher
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
-from qkit.backends.rabbitmq.topology import BACKEND, Topology, group_queue
+from qkit.backends.rabbitmq.topology import Topology, group_queue
 from qkit.errors import (
     ConfigError,
     InvalidHeader,
@@ -31,13 +32,37 @@ from qkit.errors import (
     QueueNotFound,
 )
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["RabbitMQBackend"]
+__all__ = ["RabbitMQBackend", "from_settings"]
 
-OLDEST = (3, 10)  # the first in which a quorum queue's messages expire without being lost
+#: The first version in which messages of a quorum queue expire without being lost.
+MIN_VERSION = (3, 10)
 
 
-class RabbitMQBackend(Administration):
+def from_settings(settings: Settings, clock: Clock) -> RabbitMQBackend:
+    """Build the backend that the settings describe; it is not started.
+
+    Args:
+        settings: Validated settings of type ``rabbitmq``.
+        clock: Source of time.
+    """
+    assert settings.url is not None
+    letters = settings.dead_letter
+    return RabbitMQBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        replicas=settings.replicas,
+        timeout=settings.send_timeout,
+        dead_letter_suffix=settings.dead_letter_name("") if letters.enabled else None,
+        dead_letter_max_size=letters.max_size,
+        tls_ca_file=settings.tls_ca_file,
+        tls_cert_file=settings.tls_cert_file,
+        tls_key_file=settings.tls_key_file,
+    )
+
+
+class RabbitMQBackend(RabbitMQAdmin):
     """The whole boundary on RabbitMQ 3.10 or later.
 
     With ``replicas`` above 1 every queue is a quorum queue on so many nodes. ``quorum`` asks for
@@ -62,23 +87,23 @@ class RabbitMQBackend(Administration):
         timeout: float = 10.0,
         dead_letter_suffix: str | None = ".dlq",
         dead_letter_max_size: int = 10_000,
-        tls_ca_file: str | None = None,
-        tls_cert_file: str | None = None,
-        tls_key_file: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
         self._quorum = replicas > 1 if quorum is None else quorum
         if self._quorum:
             self.capabilities = MATRIX["rabbitmq-quorum"]
-        address = Address(
+        parameters = ConnectionParameters(
             url,
             timeout=timeout,
             tls_ca_file=tls_ca_file,
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
         )
-        self._sending = Link(address, "sending")
-        self._consuming = Link(address, "consuming")
+        self._sending = ReconnectingConnection(parameters, "sending")
+        self._consuming = ReconnectingConnection(parameters, "consuming")
         self._publisher = Publisher(self._sending)
         self._topology = Topology(
             quorum=self._quorum,
@@ -86,7 +111,7 @@ class RabbitMQBackend(Administration):
             dead_letter_suffix=dead_letter_suffix,
             dead_letter_max_size=dead_letter_max_size,
         )
-        self._cascade = Cascade(self._topology)
+        self._cascade = DelayCascade(self._topology)
         self._bound: set[str] = set()  # what others made, where delayed messages now come out
         self._specs: dict[str, QueueSpec] = {}
         self._groups: dict[str, set[str]] = {}  # of topics, as far as this service knows them
@@ -97,11 +122,11 @@ class RabbitMQBackend(Administration):
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the broker is too old."""
-        async with translated("start"):
+        async with translate_errors("start"):
             connection = await self._consuming.connect()
             self._sending.enable()
         version = str(connection.server_properties.get("version", ""))
-        if _version(version) < OLDEST:
+        if _version(version) < MIN_VERSION:
             await self.aclose()
             raise ConfigError(
                 f"qkit needs RabbitMQ 3.10 or later and this is {version}",
@@ -132,7 +157,7 @@ class RabbitMQBackend(Administration):
                 operation="declare",
                 queue=spec.name,
             )
-        async with translated("declare", spec.name):
+        async with translate_errors("declare", spec.name):
             if spec.passive:
                 await self._check_exists(spec)
             else:
@@ -157,7 +182,7 @@ class RabbitMQBackend(Administration):
         for target in {_target(queue, spec, item) for item in delayed}:
             await self._prepare_delays(target, spec)
         now = self._clock.time()
-        outgoing: list[Outgoing] = []
+        outgoing: list[OutgoingMessage] = []
         refused: dict[int, QueueError] = {}
         for at, item in enumerate(envelopes[:fitting]):
             try:
@@ -180,7 +205,7 @@ class RabbitMQBackend(Administration):
 
     def _outgoing(
         self, queue: str, spec: QueueSpec | None, envelope: Envelope, now: float
-    ) -> Outgoing:
+    ) -> OutgoingMessage:
         """Where a message goes: to its queue, to a topic or one of its groups, or to wait first."""
         topic = spec is not None and spec.broadcast
         target = _target(queue, spec, envelope)
@@ -199,15 +224,19 @@ class RabbitMQBackend(Administration):
             frame=self._sending.frame if envelope.headers else FRAME,
         )
         if delay > 0:
-            return Outgoing(target, *self._cascade.way(target, delay), facts, envelope.body)
+            exchange, key = self._cascade.route(target, delay)
+            return OutgoingMessage(target, exchange, key, facts, envelope.body)
         exchange = target if topic else ""
-        return Outgoing(target, exchange, target, facts, envelope.body, mandatory=not topic)
+        return OutgoingMessage(target, exchange, target, facts, envelope.body, mandatory=not topic)
 
     async def _check_delays(self, queue: str, spec: QueueSpec | None) -> None:
         """Raise ``ConfigError`` if retries could not wait on this broker."""
         if spec is None or not spec.passive:
             try:
-                async with translated("subscribe", queue), self._consuming.control() as channel:
+                async with (
+                    translate_errors("subscribe", queue),
+                    self._consuming.control() as channel,
+                ):
                     await self._cascade.check(channel)
                 return
             except QueueNotFound:
@@ -219,7 +248,7 @@ class RabbitMQBackend(Administration):
         passive = spec is not None and spec.passive
         if self._cascade.ready and (not passive or queue in self._bound):
             return
-        async with translated("publish", queue), self._consuming.control() as channel:
+        async with translate_errors("publish", queue), self._consuming.control() as channel:
             if not passive:
                 await self._cascade.declare(channel)
                 return
@@ -245,15 +274,15 @@ class RabbitMQBackend(Administration):
             self._cascade.ready = True
             self._bound.add(queue)
 
-    async def _send_again(
+    async def _republish(
         self, queue: str, envelope: Envelope, facts: Basic.Properties, delay: float
     ) -> None:
-        """A copy of a message to the queue it came from, confirmed."""
+        """Publish a copy of a message to the queue it came from; return once it is confirmed."""
         exchange, key = "", queue
         if delay > 0:
             await self._prepare_delays(queue, self._specs.get(queue.partition(":")[0]))
-            exchange, key = self._cascade.way(queue, delay)
-        outgoing = Outgoing(queue, exchange, key, facts, envelope.body)
+            exchange, key = self._cascade.route(queue, delay)
+        outgoing = OutgoingMessage(queue, exchange, key, facts, envelope.body)
         (error,) = await self._publisher.publish([outgoing])
         if error is not None:
             if isinstance(error, QueueNotFound):
@@ -261,7 +290,7 @@ class RabbitMQBackend(Administration):
             raise error
 
     def _forget_delays(self) -> None:
-        """Something of the way of delayed messages is gone: look again."""
+        """Check the cascade and its bindings again: a part of them is gone."""
         self._cascade.ready = False
         self._bound.clear()
 
@@ -298,7 +327,7 @@ class RabbitMQBackend(Administration):
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[RabbitSubscription, None]:
         declared = self._specs.get(spec.queue)
-        async with translated("subscribe", spec.queue):
+        async with translate_errors("subscribe", spec.queue):
             queue = spec.queue
             if spec.broadcast:
                 queue = await self._join(declared or QueueSpec(name=queue, broadcast=True), spec)
@@ -309,8 +338,8 @@ class RabbitMQBackend(Administration):
                 spec,
                 queue,
                 clock=self._clock,
-                send_again=self._send_again,
-                bury=self._bury,
+                republish=self._republish,
+                write_dead_letter=self._dead_letter,
                 copies=self._quorum,
                 max_deliveries=None if declared is None else declared.max_deliveries,
             )
@@ -322,7 +351,7 @@ class RabbitMQBackend(Administration):
         try:
             yield subscription
         finally:
-            await to_its_end(subscription.leave())  # what is held must go back
+            await run_to_completion(subscription.leave())  # what is held must go back
 
     async def _join(self, topic: QueueSpec, spec: SubscriptionSpec) -> str:
         queue = group_queue(topic.name, spec.group)
@@ -360,13 +389,14 @@ class RabbitMQBackend(Administration):
         """Call ``callback`` for each dead letter that this service pushed out by another."""
         self._drop_callbacks.append(callback)
 
-    async def _bury(self, letter: DeadLetter) -> None:
+    async def _dead_letter(self, letter: DeadLetter) -> None:
+        """Write a dead letter, into a new queue if its own was deleted; then tell callbacks."""
         spec = self._specs.get(letter.channel)
         target = None if spec is None else spec.dead_letter
         if target is not None:
             try:
                 await self.publish(target, [letter.to_envelope()])
-            except QueueNotFound:  # somebody deleted it, and a dead letter must not wait for that
+            except QueueNotFound:  # it was deleted, and a dead letter must not wait
                 await self.declare(
                     self._specs.get(target)
                     or QueueSpec(name=target, drop_oldest=True, max_depth=10_000)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, Final, cast
 
-from pamqp import encode as driver
+from pamqp import encode as pamqp_encode
 from pamqp.commands import Basic
 
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
@@ -434,7 +434,7 @@ def _as_it_came(value: object) -> object:
         return value
     again = _encodable(value)
     try:
-        same = read_value(driver.encode_table_value(cast("Any", again))) == value
+        same = read_value(pamqp_encode.encode_table_value(cast("Any", again))) == value
     except (TypeError, ValueError, ArithmeticError, struct.error):
         same = False
     return again if same and not isinstance(value, Unreadable) else _text(value)

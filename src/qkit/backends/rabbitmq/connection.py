@@ -8,49 +8,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import aiormq
 from aiormq import Channel
-from aiormq.connection import TCPTransportFactory, TLSTransportFactory, TransportFactory
 from yarl import URL
 
 from qkit.backends.rabbitmq.codec import FRAME
-from qkit.backends.rabbitmq.errors import BACKEND, translated
-from qkit.backends.rabbitmq.lenient_decoding import read_leniently
+from qkit.backends.rabbitmq.driver import (
+    AbortableTransport,
+    is_blocked,
+    max_frame_bytes,
+    open_connection,
+)
+from qkit.backends.rabbitmq.errors import BACKEND, translate_errors
+from qkit.backends.rabbitmq.lenient_decoding import enable_lenient_decoding
 from qkit.errors import BackendUnavailable, ConfigError
 
-__all__ = ["Address", "Link"]
+__all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
 # A loop that is blocked for longer loses its connection: the broker hears no heartbeat for twice
 # this long. A dead peer is noticed sooner, by the ping.
-HEARTBEAT: Final = 30
-PATIENCE: Final = 4.0  # with a handshake or a ping: a dead connection must be found out in time
-SLICES: Final = 8
-FAREWELL: Final = 2.0
+HEARTBEAT_SECONDS: Final = 30
+#: For the answer to a ping or a handshake, so that a dead connection is found in time.
+PING_TIMEOUT_SECONDS: Final = 4.0
+PING_SLICES: Final = 8  # of that time
+CLOSE_TIMEOUT_SECONDS: Final = 2.0
 
 
-class Address:
-    """Where the broker is and how to speak to it."""
+class ConnectionParameters:
+    """Address, timeouts and TLS files of the broker.
+
+    Args:
+        url: AMQP URL. Without ``heartbeat`` in its query, ``HEARTBEAT_SECONDS`` applies.
+        timeout: Seconds for an answer of the broker.
+        tls_ca_file: Authorities to trust, PEM; the system's by default.
+        tls_cert_file: Client certificate, PEM.
+        tls_key_file: Its key, PEM.
+    """
 
     def __init__(
         self,
         url: str,
         *,
         timeout: float = 10.0,
-        tls_ca_file: str | None = None,
-        tls_cert_file: str | None = None,
-        tls_key_file: str | None = None,
+        tls_ca_file: str | Path | None = None,
+        tls_cert_file: str | Path | None = None,
+        tls_key_file: str | Path | None = None,
     ) -> None:
         self.timeout = timeout
-        self.patience = min(PATIENCE, timeout)
+        self.ping_timeout = min(PING_TIMEOUT_SECONDS, timeout)
         parsed = URL(url)
         if "heartbeat" not in parsed.query:
-            parsed = parsed.update_query(heartbeat=str(HEARTBEAT))
+            parsed = parsed.update_query(heartbeat=str(HEARTBEAT_SECONDS))
         self._url = parsed
         self._files = (tls_ca_file, tls_cert_file, tls_key_file)
         self._context: ssl.SSLContext | None = None
@@ -60,9 +74,9 @@ class Address:
         """Whether the connection is encrypted."""
         return self._url.scheme == "amqps"
 
-    def connection(self, purpose: str, transport: TransportFactory) -> aiormq.Connection:
+    def connection(self, purpose: str, transport: AbortableTransport) -> aiormq.Connection:
         """A connection that is not open yet; people find it under its purpose."""
-        read_leniently()
+        enable_lenient_decoding()
         return aiormq.Connection(
             self._url,
             context=self._tls(),
@@ -88,19 +102,19 @@ class Address:
         return self._context
 
 
-class Link:
-    """One connection, for one purpose.
+class ReconnectingConnection:
+    """One connection for one purpose, opened by the first caller that needs it.
 
     Publishing and consuming have one each: a broker that is short of memory stops reading from
     connections that publish, and acks must still reach it.
     """
 
-    def __init__(self, address: Address, purpose: str) -> None:
-        self.address = address
+    def __init__(self, parameters: ConnectionParameters, purpose: str) -> None:
+        self.parameters = parameters
         self._purpose = purpose
         self._open = False
         self._connection: aiormq.Connection | None = None
-        self._transport: _Transport | None = None
+        self._transport: AbortableTransport | None = None
         self._connecting = asyncio.Lock()
         self._control: Channel | None = None
         self._controlling = asyncio.Lock()
@@ -112,7 +126,7 @@ class Link:
         return await self._connected()
 
     def enable(self) -> None:
-        """Let the first who needs it connect."""
+        """Allow callers to connect."""
         self._open = True
 
     async def _connected(self) -> aiormq.Connection:
@@ -126,29 +140,26 @@ class Link:
                 )
             if self._connection is None or not self._connection.is_opened:
                 self._abort()
-                transport = _Transport(secure=self.address.secure)
-                connection = self.address.connection(self._purpose, transport)
-                driver: Any = connection  # some of its calls have no types
+                transport = AbortableTransport(secure=self.parameters.secure)
+                connection = self.parameters.connection(self._purpose, transport)
                 try:
-                    async with asyncio.timeout(self.address.patience):
-                        await driver.connect()
+                    async with asyncio.timeout(self.parameters.ping_timeout):
+                        await open_connection(connection)
                 except BaseException:
                     transport.abort()
                     raise
-                driver.closing.add_done_callback(functools.partial(_empty, driver.write_queue))
                 self._connection, self._transport = connection, transport
             return self._connection
 
     @property
     def frame(self) -> int:
         """The largest frame in bytes that the broker takes, as far as it is known yet."""
-        tune = getattr(self._connection, "connection_tune", None)
-        return (tune and tune.frame_max) or FRAME
+        return max_frame_bytes(self._connection) or FRAME
 
     async def channel(self, *, confirms: bool = False) -> Channel:
         """A new channel; whoever opens it closes it."""
         connection = await self._connected()
-        async with asyncio.timeout(self.address.timeout):
+        async with asyncio.timeout(self.parameters.timeout):
             channel = await connection.channel(publisher_confirms=confirms)
         assert isinstance(channel, Channel)  # the driver promises less
         return channel
@@ -174,7 +185,7 @@ class Link:
             if channel is None or channel.is_closed:
                 channel = self._control = await self.channel()
             try:
-                async with asyncio.timeout(self.address.timeout):
+                async with asyncio.timeout(self.parameters.timeout):
                     yield channel
             except BaseException:
                 self._control = None
@@ -201,12 +212,12 @@ class Link:
         return self._probe
 
     async def _ask(self) -> None:
-        async with translated("ping"):
+        async with translate_errors("ping"):
             answer = asyncio.create_task(self._round_trip(), name=f"qkit {self._purpose} question")
             try:
                 # In slices: a loop that was blocked has used up one of them, not all.
-                for _ in range(SLICES):
-                    await asyncio.wait({answer}, timeout=self.address.patience / SLICES)
+                for _ in range(PING_SLICES):
+                    await asyncio.wait({answer}, timeout=self.parameters.ping_timeout / PING_SLICES)
                     if answer.done():
                         with contextlib.suppress(TimeoutError):  # its own patience ended first
                             return await answer
@@ -214,25 +225,13 @@ class Link:
             finally:
                 answer.cancel()
                 answer.add_done_callback(_retrieve)
-            if not self._blocked():
+            if self._connection is None or not is_blocked(self._connection):
                 self._abort()
             raise TimeoutError("no answer")
 
     async def _round_trip(self) -> None:
         async with self.control() as channel:
             await channel.exchange_declare("amq.direct", passive=True)
-
-    def _blocked(self) -> bool:
-        """Whether the broker has said that it reads nothing more from here: it lacks memory."""
-        if self._connection is None:
-            return False
-        ready = self._connection.ready()
-        try:
-            ready.send(None)  # it returns at once, or waits
-        except StopIteration:
-            return False
-        ready.close()
-        return True
 
     def _abort(self) -> None:
         """Hang up without a word; everybody who waits on the connection hears of it."""
@@ -248,49 +247,20 @@ class Link:
         if connection is None:
             return
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(FAREWELL):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await connection.close()
         self._abort()
-
-
-class _Transport(TransportFactory):
-    """Opens the socket and remembers it, so that a connection can be cut without the peer."""
-
-    def __init__(self, *, secure: bool) -> None:
-        self._inner = TLSTransportFactory() if secure else TCPTransportFactory()
-        self._writer: asyncio.StreamWriter | None = None
-
-    async def create(
-        self, url: URL, **options: Any
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, self._writer = await self._inner.create(url, **options)
-        return reader, self._writer
-
-    def abort(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()
 
 
 async def close(channel: Channel) -> None:
     """Close a channel, in whatever state it is."""
     if not channel.is_closed:
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(FAREWELL):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await channel.close()
 
 
 _closing: set[asyncio.Task[None]] = set()
-
-
-def _empty(queue: asyncio.Queue[Any], _: object = None) -> None:
-    """Nobody writes any more: let whoever waits for room go on, and see that his channel is closed.
-
-    The driver leaves them waiting for ever.
-    """
-    if not queue.empty():
-        while not queue.empty():
-            queue.get_nowait()
-        asyncio.get_running_loop().call_soon(_empty, queue)  # there may be more than had room
 
 
 def _close_soon(channel: Channel) -> None:

@@ -20,27 +20,28 @@ from aiormq import Channel
 from aiormq.abc import DeliveredMessage
 from aiormq.exceptions import ChannelInvalidStateError
 
-from qkit.backends.rabbitmq.connection import Link
+from qkit.backends.rabbitmq.connection import ReconnectingConnection
+from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.topology import (
     ANY_DELAY,
+    AT_LEAST_ONCE_DEAD_LETTERING,
     DELAY,
     EXIT,
     LEVELS,
-    SAFE_DEATH,
     Topology,
     address,
     quorum_queue,
 )
 
-__all__ = ["LONGEST", "Cascade"]
+__all__ = ["LONGEST", "DelayCascade"]
 
 UNIT: Final = 0.1  # seconds in the lowest level
 USUAL_COPIES: Final = 3  # as many as a quorum queue has where there are so many nodes
 LONGEST: Final = UNIT * (2**LEVELS - 1)  # 77 days; a queue's TTL ends at 49
 
 
-class Cascade:
-    """The way of delayed messages: the vhost's, or one with more copies than the broker's usual."""
+class DelayCascade:
+    """The cascade of the vhost, or one with more copies than the broker's default."""
 
     def __init__(self, topology: Topology) -> None:
         self._replicas = topology.replicas
@@ -51,8 +52,8 @@ class Cascade:
         """The exchange and the queue of a level."""
         return f"{self._name}.{number:02d}"
 
-    def way(self, name: str, seconds: float) -> tuple[str, str]:
-        """The exchange and the routing key for a delay on the way to a queue or topic."""
+    def route(self, name: str, seconds: float) -> tuple[str, str]:
+        """Return the exchange and the routing key that delay a message to a queue or topic."""
         units = min(max(1, math.ceil(round(seconds / UNIT, 6))), 2**LEVELS - 1)
         bits = format(units, f"0{LEVELS}b")
         return self.level(units.bit_length() - 1), f"{'.'.join(bits)}.{address(name)}"
@@ -89,26 +90,26 @@ class Cascade:
         copies = self._replicas if self._replicas > USUAL_COPIES else None
         return {
             **quorum_queue(copies),
-            **SAFE_DEATH,
+            **AT_LEAST_ONCE_DEAD_LETTERING,
             "x-message-ttl": round(UNIT * 1000) * 2**number,
             "x-dead-letter-exchange": below,
         }
 
-    async def sweep(self, link: Link, name: str) -> int:
-        """Take out what waits here for a queue or topic; return how many.
+    async def remove_delayed(self, connection: ReconnectingConnection, name: str) -> int:
+        """Remove the messages that wait for a queue or topic; return how many.
 
-        Everything has to be looked at. What is not meant goes back, in its old place and as old as
-        before, when the channel that it was read on is closed.
+        Every message has to be read. Those for other queues go back, in their old places and with
+        their old age, when the channel that read them is closed.
         """
-        swept = 0
+        removed = 0
         target = address(name)
-        async with link.own_channel() as counting:
+        async with connection.own_channel() as counting:
             for number in range(LEVELS):
                 level = self.level(number)
                 held = (await counting.queue_declare(level, passive=True)).message_count or 0
                 if not held:
                     continue
-                async with link.own_channel() as reading:
+                async with connection.own_channel() as reading:
                     for _ in range(held):
                         message = await reading.basic_get(level)
                         tag = message.delivery_tag
@@ -116,14 +117,13 @@ class Cascade:
                             break
                         if _target(message) == target:
                             await reading.basic_ack(tag, wait=False)
-                            swept += 1
-        return swept
+                            removed += 1
+        return removed
 
 
 async def _why_closed(channel: Channel) -> Exception | None:
     """What the broker said when it closed the channel: whoever comes after that hears nothing."""
-    driver: Any = channel  # some of its attributes have no types
-    (closing,), _ = await asyncio.wait({driver.closing})
+    (closing,), _ = await asyncio.wait({closing_future(channel)})
     error = None if closing.cancelled() else closing.exception()
     return error if isinstance(error, Exception) else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -26,12 +26,13 @@ __all__ = [
     "DRIVER_ERRORS",
     "Difference",
     "difference_of",
-    "error_of",
     "interrupted",
-    "translated",
+    "to_queue_error",
+    "translate_errors",
 ]
 
 BACKEND: Final = "rabbitmq"
+MAX_QUOTED: Final = 300  # characters of another error's text
 
 DRIVER_ERRORS: Final = (
     exceptions.AMQPError,
@@ -73,18 +74,18 @@ class Difference(NamedTuple):
 
 
 @asynccontextmanager
-async def translated(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
+async def translate_errors(operation: str, queue: str | None = None) -> AsyncGenerator[None, None]:
     """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause."""
     try:
         yield
     except QueueError:
         raise
     except DRIVER_ERRORS as error:
-        raise error_of(error, operation, queue) from error
+        raise to_queue_error(error, operation, queue) from error
     except asyncio.CancelledError as error:
         if not interrupted():
             raise
-        raise error_of(error, operation, queue) from error
+        raise to_queue_error(error, operation, queue) from error
 
 
 def interrupted() -> bool:
@@ -93,56 +94,131 @@ def interrupted() -> bool:
     return task is not None and not task.cancelling()
 
 
-def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
+def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
     """What an error of the driver means here; the most specific kinds come first."""
     kind, text = _meaning(error)
     return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:
-    said = str(error)[:300]
-    match error:
-        case exceptions.PublishError():
-            return QueueNotFound, "there is no such queue on this RabbitMQ: declare it first"
-        case exceptions.DeliveryError():
-            return QueueFull, "RabbitMQ refused the message: the queue is full, or cannot store it"
-        case exceptions.ChannelNotFoundEntity():
-            if "inaccessible" in said or "is stopped" in said or "home node" in said:
-                return BackendUnavailable, f"the node that has the queue is down ({said})"
-            return QueueNotFound, f"there is no such queue or topic on this RabbitMQ ({said})"
-        case exceptions.ChannelPreconditionFailed():
-            return _precondition(said)
-        case exceptions.ChannelAccessRefused():
-            return ConfigError, f"the user may not do this on RabbitMQ: {said}"
-        case exceptions.ChannelLockedResource():
-            return ConfigError, f"the queue is another connection's alone: {said}"
-        case exceptions.ProbableAuthenticationError() | exceptions.AuthenticationError():
-            return BackendUnavailable, "RabbitMQ refuses the login: check user and password"
-        case exceptions.ConnectionNotAllowed():
-            return ConfigError, f"RabbitMQ does not allow this connection: {said}"
-        case exceptions.ConnectionClosed() if error.args[:1] == (530,):
-            return ConfigError, f"RabbitMQ does not allow this connection: {error.args[-1]}"
-        case exceptions.InvalidFrameError() if "Connection.Close" in said:
-            return ConfigError, (
-                "RabbitMQ let the user in and closed the connection: check the vhost in the url, "
-                "and what the user may do there"
-            )
-        case exceptions.IncompatibleProtocolError() | exceptions.ProtocolSyntaxError():
-            return ConfigError, "whoever answers there does not speak AMQP 0-9-1: check the url"
-        case exceptions.MethodNotImplemented():
-            return ConfigError, f"this RabbitMQ is too old: {said}"
-        case ValueError() | TypeError() | PAMQPException():
-            return QueueError, f"AMQP cannot carry this: {said}"
-        case TimeoutError():
-            return BackendUnavailable, "RabbitMQ did not answer in time"
-        case exceptions.AMQPConnectionError() if isinstance(error.__cause__, ssl.SSLError):
-            return BackendUnavailable, f"no TLS with RabbitMQ: {error.__cause__}"[:300]
-        case exceptions.AMQPError() | OSError() | EOFError() | RuntimeError():
-            return BackendUnavailable, f"the connection to RabbitMQ failed: {said}"
-        case asyncio.CancelledError():
-            return BackendUnavailable, "the connection to RabbitMQ was closed"
-        case _:
-            return QueueError, f"RabbitMQ refused: {said}"
+    said = str(error)[:MAX_QUOTED]
+    if isinstance(error, exceptions.ChannelPreconditionFailed):
+        return _precondition(said)
+    for rule in _RULES:
+        if isinstance(error, rule.errors) and (rule.applies is None or rule.applies(error)):
+            reason = error.args[-1] if error.args else ""
+            cause = str(error.__cause__)[:MAX_QUOTED]
+            return rule.kind, rule.text.format(said=said, reason=reason, cause=cause)
+    return QueueError, f"RabbitMQ refused: {said}"
+
+
+class _Rule(NamedTuple):
+    """What errors of the driver mean.
+
+    ``text`` may name ``{said}``, the text of the error, ``{reason}``, its last argument, and
+    ``{cause}``, the text of its cause. ``applies`` is a further condition.
+    """
+
+    errors: type[BaseException] | tuple[type[BaseException], ...]
+    kind: type[QueueError]
+    text: str
+    applies: Callable[[BaseException], bool] | None = None
+
+
+def _node_is_down(error: BaseException) -> bool:
+    said = str(error)
+    return "inaccessible" in said or "is stopped" in said or "home node" in said
+
+
+def _not_allowed(error: BaseException) -> bool:
+    return error.args[:1] == (530,)
+
+
+def _closed_at_login(error: BaseException) -> bool:
+    return "Connection.Close" in str(error)
+
+
+def _tls_failed(error: BaseException) -> bool:
+    return isinstance(error.__cause__, ssl.SSLError)
+
+
+# The first that fits decides: the most specific kinds come first.
+_RULES: Final = (
+    _Rule(
+        exceptions.PublishError,
+        QueueNotFound,
+        "there is no such queue on this RabbitMQ: declare it first",
+    ),
+    _Rule(
+        exceptions.DeliveryError,
+        QueueFull,
+        "RabbitMQ refused the message: the queue is full, or cannot store it",
+    ),
+    _Rule(
+        exceptions.ChannelNotFoundEntity,
+        BackendUnavailable,
+        "the node that has the queue is down ({said})",
+        _node_is_down,
+    ),
+    _Rule(
+        exceptions.ChannelNotFoundEntity,
+        QueueNotFound,
+        "there is no such queue or topic on this RabbitMQ ({said})",
+    ),
+    _Rule(
+        exceptions.ChannelAccessRefused,
+        ConfigError,
+        "the user may not do this on RabbitMQ: {said}",
+    ),
+    _Rule(
+        exceptions.ChannelLockedResource,
+        ConfigError,
+        "the queue is another connection's alone: {said}",
+    ),
+    _Rule(
+        (exceptions.ProbableAuthenticationError, exceptions.AuthenticationError),
+        BackendUnavailable,
+        "RabbitMQ refuses the login: check user and password",
+    ),
+    _Rule(
+        exceptions.ConnectionNotAllowed,
+        ConfigError,
+        "RabbitMQ does not allow this connection: {said}",
+    ),
+    _Rule(
+        exceptions.ConnectionClosed,
+        ConfigError,
+        "RabbitMQ does not allow this connection: {reason}",
+        _not_allowed,
+    ),
+    _Rule(
+        exceptions.InvalidFrameError,
+        ConfigError,
+        "RabbitMQ let the user in and closed the connection: check the vhost in the url, "
+        "and what the user may do there",
+        _closed_at_login,
+    ),
+    _Rule(
+        (exceptions.IncompatibleProtocolError, exceptions.ProtocolSyntaxError),
+        ConfigError,
+        "whoever answers there does not speak AMQP 0-9-1: check the url",
+    ),
+    _Rule(exceptions.MethodNotImplemented, ConfigError, "this RabbitMQ is too old: {said}"),
+    _Rule((ValueError, TypeError, PAMQPException), QueueError, "AMQP cannot carry this: {said}"),
+    _Rule(TimeoutError, BackendUnavailable, "RabbitMQ did not answer in time"),
+    _Rule(
+        exceptions.AMQPConnectionError,
+        BackendUnavailable,
+        "no TLS with RabbitMQ: {cause}",
+        _tls_failed,
+    ),
+    _Rule(
+        (exceptions.AMQPError, OSError, EOFError, RuntimeError),
+        BackendUnavailable,
+        "the connection to RabbitMQ failed: {said}",
+    ),
+    _Rule(asyncio.CancelledError, BackendUnavailable, "the connection to RabbitMQ was closed"),
+)
 
 
 def difference_of(

@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 from pamqp.commands import Basic
 
 from qkit._internal.logging import logger
+from qkit._internal.text import encodable
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
-from qkit.message import encodable
 
 __all__ = ["LONGEST_NAME", "PACKED", "fit", "unpack"]
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pamqp import decode
 
-__all__ = ["UNREADABLE", "Unreadable", "read_leniently", "read_value"]
+__all__ = ["UNREADABLE", "Unreadable", "enable_lenient_decoding", "read_value"]
 
 #: Tables and arrays inside each other. JSON and the driver's encoder recurse for each level.
 MAX_DEPTH: Final = 32
@@ -40,8 +40,8 @@ class Unreadable(bytes):
     """A header value in AMQP's encoding that is not read: nested too deep, or with odd names."""
 
 
-def read_leniently() -> None:
-    """Make the driver's decoder pass on what it cannot read, for the whole process."""
+def enable_lenient_decoding() -> None:
+    """Make pamqp pass on what it cannot decode, in the whole process; idempotent."""
     _decode.METHODS.update(shortstr=_short_text, timestamp=_timestamp, table=_table)
     _decode.TABLE_MAPPING[b"T"] = _timestamp
 
@@ -54,7 +54,7 @@ def read_value(value: bytes) -> object:
 def _short_text(value: bytes) -> tuple[int, str]:
     """Decode a short string; bytes that are not UTF-8 become lone surrogates.
 
-    ``properties`` replaces them, so none of them leaves this backend.
+    ``codec`` replaces them, so none of them leaves this backend.
     """
     end = 1 + value[0]
     return end, value[1:end].decode(errors="surrogateescape")

@@ -16,20 +16,24 @@ from pamqp.commands import Basic
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.rabbitmq import codec
-from qkit.backends.rabbitmq.ack_batcher import Acks
-from qkit.backends.rabbitmq.connection import Link, close
-from qkit.backends.rabbitmq.errors import DRIVER_ERRORS, error_of
-from qkit.backends.rabbitmq.topology import BACKEND
+from qkit.backends.rabbitmq.ack_batcher import AckBatcher
+from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
+from qkit.backends.rabbitmq.driver import closing_future
+from qkit.backends.rabbitmq.errors import BACKEND, DRIVER_ERRORS, to_queue_error
 from qkit.errors import MessageNotFound, QueueError, SubscriptionLost, Unsupported
 from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
 
-__all__ = ["RabbitSubscription", "Received"]
+__all__ = ["RabbitSubscription", "ReceivedMessage"]
 
-REST: Final = 1.0  # between two tries to bury a message, or before one that failed goes back
-UNWANTED: Final = 1.0  # after so long what nobody receives goes back to the queue
+#: Between two attempts to write a dead letter.
+DEAD_LETTER_RETRY_SECONDS: Final = 1.0
+#: Until a message of which no copy could be sent goes back to the queue.
+REQUEUE_DELAY_SECONDS: Final = 1.0
+#: Until messages that the broker pushed and no caller receives go back to the queue.
+UNRECEIVED_RETURN_SECONDS: Final = 1.0
 
 
 class Crashed(Exception):
@@ -37,7 +41,7 @@ class Crashed(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Received:
+class ReceivedMessage:
     """What is needed to settle a delivery: its tag on the channel, and how the message came."""
 
     tag: int
@@ -50,45 +54,45 @@ class Received:
         return self.message.header.properties
 
 
-SendAgain = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
-Bury = Callable[[DeadLetter], Awaitable[None]]
+Republish = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
+WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 
 class RabbitSubscription:
     """A live claim on a queue: the broker hands out at most ``prefetch`` unsettled messages.
 
     ``copies`` is for quorum queues: they count whatever is given back, so what must not be charged
-    is replaced by a copy. ``send_again`` returns once the broker has confirmed it.
+    is replaced by a copy. ``republish`` returns once the broker has confirmed it.
     """
 
     def __init__(
         self,
-        link: Link,
+        connection: ReconnectingConnection,
         spec: SubscriptionSpec,
         queue: str,
         *,
         clock: Clock,
-        send_again: SendAgain,
-        bury: Bury,
+        republish: Republish,
+        write_dead_letter: WriteDeadLetter,
         copies: bool,
         max_deliveries: int | None,
     ) -> None:
-        self._link = link
+        self._connection = connection
         self._spec = spec
         self._queue = queue
         self._clock = clock
-        self._send_again = send_again
-        self._bury_letter = bury
+        self._republish = republish
+        self._write_dead_letter = write_dead_letter
         self._copies = copies
         self._max_deliveries = max_deliveries
         self._channel: Channel | None = None
         self._tag: str | None = None
-        self._acks: Acks | None = None
-        self._waiting: deque[Received] = deque()  # pushed by the broker, not yet received
-        self._held: set[Received] = set()  # received, not yet settled
+        self._acks: AckBatcher | None = None
+        self._waiting: deque[ReceivedMessage] = deque()  # pushed by the broker, not yet received
+        self._held: set[ReceivedMessage] = set()  # received, not yet settled
         self._receivers = 0
         self._arrived = asyncio.Event()
-        self._unwanted: asyncio.TimerHandle | None = None
+        self._return_timer: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # of the consumer on the broker
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
@@ -98,12 +102,11 @@ class RabbitSubscription:
 
     async def open(self) -> None:
         """Begin to consume; returns once the broker has said that it does."""
-        channel = self._channel = await self._link.channel()
-        self._acks = Acks(channel)
-        driver: Any = channel  # some of its attributes have no types
-        driver.closing.add_done_callback(self._channel_closed)
+        channel = self._channel = await self._connection.channel()
+        self._acks = AckBatcher(channel)
+        closing_future(channel).add_done_callback(self._channel_closed)
         channel.on_consumer_cancel_callbacks.add(self._cancelled_by_broker)
-        async with asyncio.timeout(self._link.address.timeout):
+        async with asyncio.timeout(self._connection.parameters.timeout):
             await channel.basic_qos(prefetch_count=self._spec.prefetch)
             await self._consume()
 
@@ -119,17 +122,17 @@ class RabbitSubscription:
     async def _deliver(self, message: DeliveredMessage) -> None:
         tag = message.delivery_tag
         assert tag is not None
-        self._waiting.append(Received(tag, message))
+        self._waiting.append(ReceivedMessage(tag, message))
         if self._receivers:
             self._arrived.set()
         else:
-            self._expect_a_receiver()
+            self._start_return_timer()
 
     def _channel_closed(self, closing: asyncio.Future[object]) -> None:
         error: BaseException | None = None
         if not closing.cancelled():
             error = closing.exception()
-        said = "the channel was closed" if error is None else error_of(error, "").message
+        said = "the channel was closed" if error is None else to_queue_error(error, "").message
         self._lose(said, error)
 
     def _cancelled_by_broker(self, frame: Basic.Cancel) -> None:
@@ -174,9 +177,9 @@ class RabbitSubscription:
         returning are one step of the loop, so a cancelled call has taken nothing.
         """
         self._receivers += 1
-        if self._unwanted is not None:
-            self._unwanted.cancel()
-            self._unwanted = None
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+            self._return_timer = None
         try:
             while not self._stopped:
                 if self._lost is not None:
@@ -191,7 +194,7 @@ class RabbitSubscription:
         finally:
             self._receivers -= 1
             if self._waiting:
-                self._expect_a_receiver()
+                self._start_return_timer()
 
     def _take(self, limit: int) -> list[Delivery]:
         found: list[Delivery] = []
@@ -204,11 +207,13 @@ class RabbitSubscription:
             envelope.attempt += crashes
             self._held.add(received)
             if envelope.expires_at is not None and envelope.expires_at <= now:
-                self._spawn(self._inter(received, envelope, Reason.TTL_EXPIRED))
+                self._spawn(self._dead_letter_and_ack(received, envelope, Reason.TTL_EXPIRED))
                 continue
             most = self._max_deliveries
             if crashes and most is not None and envelope.attempt >= most:
-                self._spawn(self._inter(received, envelope, Reason.MAX_RETRIES_EXCEEDED))
+                self._spawn(
+                    self._dead_letter_and_ack(received, envelope, Reason.MAX_RETRIES_EXCEEDED)
+                )
                 continue
             due = codec.not_before(received.properties)
             if due is not None and due > now:
@@ -219,14 +224,18 @@ class RabbitSubscription:
             found.append(delivery)
         return found
 
-    def _expect_a_receiver(self) -> None:
-        """A paused consumer must not keep messages from others; a busy one will be back."""
-        if self._unwanted is None and not self._held and not self._stopped:
-            loop = asyncio.get_running_loop()
-            self._unwanted = loop.call_later(UNWANTED, self._nobody_came)
+    def _start_return_timer(self) -> None:
+        """Start the timer that gives messages back unless a caller receives them.
 
-    def _nobody_came(self) -> None:
-        self._unwanted = None
+        A paused consumer must not keep messages from others. One that holds deliveries is busy
+        and will receive again.
+        """
+        if self._return_timer is None and not self._held and not self._stopped:
+            loop = asyncio.get_running_loop()
+            self._return_timer = loop.call_later(UNRECEIVED_RETURN_SECONDS, self._return_unreceived)
+
+    def _return_unreceived(self) -> None:
+        self._return_timer = None
         if not self._receivers and not self._held and self._lost is None and not self._stopped:
             self._spawn(self._suspend())
 
@@ -242,15 +251,17 @@ class RabbitSubscription:
             if self._tag is not None or self._stopped or self._lost is not None:
                 return
             try:
-                async with asyncio.timeout(self._link.address.timeout):
+                async with asyncio.timeout(self._connection.parameters.timeout):
                     await self._consume()
             except DRIVER_ERRORS as error:
-                self._lose(error_of(error, "receive").message, error)
+                self._lose(to_queue_error(error, "receive").message, error)
 
     # What never reaches a handler
 
-    async def _inter(self, received: Received, envelope: Envelope, reason: Reason) -> None:
-        """A copy in the dead letters first, then the ack: a crash between them repeats it."""
+    async def _dead_letter_and_ack(
+        self, received: ReceivedMessage, envelope: Envelope, reason: Reason
+    ) -> None:
+        """Write a copy to the dead letters, then ack: a crash between them repeats both."""
         error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
         if reason is Reason.MAX_RETRIES_EXCEEDED:
             error = Crashed(
@@ -269,23 +280,23 @@ class RabbitSubscription:
         try:
             while self._lost is None:
                 try:
-                    await self._bury_letter(letter)
+                    await self._write_dead_letter(letter)
                 except QueueError as failure:
                     logger.warning(
                         "%s: no dead letter could be written, again in %.0f s: %s",
                         self._spec.queue,
-                        REST,
+                        DEAD_LETTER_RETRY_SECONDS,
                         failure,
                     )
                     self._tell(what, failure)
-                    await asyncio.sleep(REST)
+                    await asyncio.sleep(DEAD_LETTER_RETRY_SECONDS)
                 else:
                     self._settle(received)
                     return
         finally:
             self._tell(what, None)
 
-    async def _wait_longer(self, received: Received, envelope: Envelope, due: float) -> None:
+    async def _wait_longer(self, received: ReceivedMessage, envelope: Envelope, due: float) -> None:
         again = self._encode_again(received, envelope, envelope.attempt, due)
         await self._replace(received, envelope, again, due - self._clock.time())
 
@@ -323,26 +334,26 @@ class RabbitSubscription:
         await self._replace(received, envelope, again, delay)
 
     def _encode_again(
-        self, received: Received, envelope: Envelope, attempts: int, due: float | None = None
+        self, received: ReceivedMessage, envelope: Envelope, attempts: int, due: float | None = None
     ) -> Basic.Properties:
-        frame = self._link.frame
+        frame = self._connection.frame
         return codec.encode_again(
             envelope, received.properties, attempts=attempts, due=due, frame=frame
         )
 
     async def _replace(
-        self, received: Received, envelope: Envelope, again: Basic.Properties, delay: float
+        self, received: ReceivedMessage, envelope: Envelope, again: Basic.Properties, delay: float
     ) -> None:
         try:
-            await self._send_again(self._queue, envelope, again, delay)
+            await self._republish(self._queue, envelope, again, delay)
         except BaseException:
             # There may be a copy, and there must not be none. After a rest: it comes again at once.
             self._spawn(self._requeue_later(received))
             raise
         self._settle(received)
 
-    async def _requeue_later(self, received: Received) -> None:
-        await asyncio.sleep(REST)
+    async def _requeue_later(self, received: ReceivedMessage) -> None:
+        await asyncio.sleep(REQUEUE_DELAY_SECONDS)
         if received in self._held:
             self._requeue(received)
 
@@ -355,9 +366,9 @@ class RabbitSubscription:
             queue=delivery.queue,
         )
 
-    def _received(self, delivery: Delivery, operation: str) -> Received:
+    def _received(self, delivery: Delivery, operation: str) -> ReceivedMessage:
         received = delivery.receipt
-        if not isinstance(received, Received) or received not in self._held:
+        if not isinstance(received, ReceivedMessage) or received not in self._held:
             raise MessageNotFound(
                 "this delivery was settled before: settle each one once",
                 backend=BACKEND,
@@ -369,12 +380,12 @@ class RabbitSubscription:
             raise self._lost
         return received
 
-    def _settle(self, received: Received) -> None:
+    def _settle(self, received: ReceivedMessage) -> None:
         self._held.discard(received)
         if self._acks is not None and self._lost is None:
             self._acks.ack(received.tag)
 
-    def _requeue(self, received: Received) -> None:
+    def _requeue(self, received: ReceivedMessage) -> None:
         self._held.discard(received)
         if self._acks is not None and self._lost is None:
             self._acks.requeue(received.tag)
@@ -387,8 +398,8 @@ class RabbitSubscription:
             return
         self._stopped = True
         self._arrived.set()
-        if self._unwanted is not None:
-            self._unwanted.cancel()
+        if self._return_timer is not None:
+            self._return_timer.cancel()
         async with self._changing:
             await self._cancel_consumer()
             await self._return_waiting()
@@ -398,7 +409,7 @@ class RabbitSubscription:
         tag, self._tag = self._tag, None
         if tag is not None and self._lost is None and self._channel is not None:
             with contextlib.suppress(*DRIVER_ERRORS):
-                async with asyncio.timeout(self._link.address.timeout):
+                async with asyncio.timeout(self._connection.parameters.timeout):
                     await self._channel.basic_cancel(tag)
             await asyncio.sleep(0)  # each delivery is a task of the driver's, begun before this
 
@@ -407,7 +418,7 @@ class RabbitSubscription:
         self._waiting.clear()
         await self._give_back(returned)
 
-    async def _give_back(self, returned: list[Received]) -> None:
+    async def _give_back(self, returned: list[ReceivedMessage]) -> None:
         """Uncharged: a quorum queue counts what comes back to it, so there it is a copy."""
         if self._lost is not None:
             return
@@ -427,9 +438,9 @@ class RabbitSubscription:
     async def leave(self) -> None:
         """Stop, give back what is held, and close the channel."""
         try:
-            async with asyncio.timeout(self._link.address.timeout):
+            async with asyncio.timeout(self._connection.parameters.timeout):
                 await self.stop()
-                await end_tasks(self._tasks)
+                await cancel_and_wait(self._tasks)
                 await self._give_back(sorted(self._held, key=lambda received: received.tag))
                 if self._acks is not None:
                     await self._acks.flushed()

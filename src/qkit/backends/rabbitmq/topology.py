@@ -13,26 +13,33 @@ from aiormq import Channel, exceptions
 
 from qkit._internal.logging import logger
 from qkit.backend import QueueSpec
-from qkit.backends.rabbitmq.connection import Link
+from qkit.backends.rabbitmq.connection import ReconnectingConnection
 from qkit.backends.rabbitmq.errors import BACKEND, Difference, difference_of
 from qkit.errors import ConfigError
 
-__all__ = ["BACKEND", "DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
+__all__ = ["DEAD_LETTERS", "DELAY", "EXIT", "Topology", "group_queue"]
 
 DEAD_LETTERS: Final = "qkit.dead-letters"
 DELAY: Final = "qkit.delay"
 EXIT: Final = f"{DELAY}.out"
 LOST: Final = f"{DELAY}.lost"
-KEPT_LOST: Final = 10_000
+MAX_LOST_DELAYED: Final = 10_000
 LEVELS: Final = 26
 LONGEST_NAME: Final = 255  # bytes, of queues, exchanges and keys
 ANY_DELAY: Final = "*." * LEVELS
 CLASSIC: Final = {"x-queue-type": "classic"}  # a vhost may have another default
 NO_LIMIT: Final = 1_000_000_000
 USUAL_LEVELS: Final = 9  # x-max-priority of a classic queue
-# Without these two a quorum queue on a broker that is killed loses what is just on its way.
-SAFE_DEATH: Final = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
-EXPIRY_ARGUMENTS: Final = ("x-dead-letter-exchange", "x-dead-letter-routing-key", *SAFE_DEATH)
+# Without these two a quorum queue loses messages that are being moved when the broker is killed.
+AT_LEAST_ONCE_DEAD_LETTERING: Final = {
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
+EXPIRY_ARGUMENTS: Final = (
+    "x-dead-letter-exchange",
+    "x-dead-letter-routing-key",
+    *AT_LEAST_ONCE_DEAD_LETTERING,
+)
 
 
 def group_queue(topic: str, group: str) -> str:
@@ -95,31 +102,33 @@ class Topology:
         """Declare what every vhost has again: something of it may be gone."""
         self._ready = False
 
-    async def declare(self, link: Link, spec: QueueSpec) -> None:
+    async def declare(self, connection: ReconnectingConnection, spec: QueueSpec) -> None:
         """Declare a queue with what belongs to it, or a topic, which has no queue yet."""
         if not self._ready:
-            async with link.control() as channel:
+            async with connection.control() as channel:
                 await self._declare_common(channel)
             self._ready = True
         letters = self._dead_letter(spec)
         if letters is not None and letters != spec.dead_letter:
             # The channel keeps no dead letters. The broker needs a place for what it takes out of
             # the queue by itself, and arguments are the same for all who declare the queue.
-            await self._declare_letters(link, letters, self._max_letters)
+            await self._declare_letters(connection, letters, self._max_letters)
         if spec.drop_oldest:
-            await self._declare_letters(link, spec.name, spec.max_depth)
+            await self._declare_letters(connection, spec.name, spec.max_depth)
         elif spec.broadcast:
-            async with link.control() as channel:
+            async with connection.control() as channel:
                 await channel.exchange_declare(spec.name, exchange_type="fanout", durable=True)
                 await self.bind_delays(channel, spec.name, topic=True)
         else:
-            await self._declare_queue(link, spec.name, self.arguments(spec), spec)
+            await self._declare_queue(connection, spec.name, self.arguments(spec), spec)
 
-    async def declare_group(self, link: Link, spec: QueueSpec, group: str) -> None:
+    async def declare_group(
+        self, connection: ReconnectingConnection, spec: QueueSpec, group: str
+    ) -> None:
         """Declare the queue of a topic's group, which receives from now on."""
         queue = group_queue(spec.name, group)
-        await self._declare_queue(link, queue, self.arguments(spec), spec)
-        async with link.control() as channel:
+        await self._declare_queue(connection, queue, self.arguments(spec), spec)
+        async with connection.control() as channel:
             await channel.queue_bind(queue, spec.name)
 
     def max_length(self, queue: str) -> int | None:
@@ -127,18 +136,24 @@ class Topology:
         limit = self._arguments.get(queue, {}).get("x-max-length")
         return limit if isinstance(limit, int) else None
 
-    async def _declare_letters(self, link: Link, name: str, max_depth: int | None) -> None:
+    async def _declare_letters(
+        self, connection: ReconnectingConnection, name: str, max_depth: int | None
+    ) -> None:
         arguments = self.kind()
         if max_depth is not None:
             arguments |= {"x-max-length": max_depth, "x-overflow": "drop-head"}
-        await self._declare_queue(link, name, arguments, None)
-        async with link.control() as channel:
+        await self._declare_queue(connection, name, arguments, None)
+        async with connection.control() as channel:
             await channel.queue_bind(name, DEAD_LETTERS, name)
 
     async def _declare_queue(
-        self, link: Link, name: str, wanted: dict[str, Any], spec: QueueSpec | None
+        self,
+        connection: ReconnectingConnection,
+        name: str,
+        wanted: dict[str, Any],
+        spec: QueueSpec | None,
     ) -> None:
-        there = await self._declare_as_it_is(link, name, wanted)
+        there = await self._declare_as_it_is(connection, name, wanted)
         if there is not None and spec is not None:
             self._check(name, spec, there)
         if there != wanted and self._arguments.get(name) != (there or {}):
@@ -149,11 +164,11 @@ class Topology:
             self.expiring.add(name)
         else:
             self.expiring.discard(name)
-        async with link.control() as channel:
+        async with connection.control() as channel:
             await self.bind_delays(channel, name, topic=False)
 
     async def _declare_as_it_is(
-        self, link: Link, name: str, wanted: dict[str, Any]
+        self, connection: ReconnectingConnection, name: str, wanted: dict[str, Any]
     ) -> dict[str, Any] | None:
         """Declare a queue with the arguments that it has; return them, ``None`` if unknown.
 
@@ -164,7 +179,7 @@ class Topology:
         seen: set[str] = set()
         while True:
             try:
-                async with link.control() as channel:
+                async with connection.control() as channel:
                     await channel.queue_declare(name, durable=True, arguments=arguments)
             except exceptions.ChannelPreconditionFailed as error:
                 found = difference_of(error, arguments)
@@ -180,7 +195,7 @@ class Topology:
                     arguments[found.argument] = found.value
             else:
                 return arguments
-        async with link.control() as channel:
+        async with connection.control() as channel:
             await channel.queue_declare(name, passive=True)
         return None
 
@@ -229,7 +244,7 @@ class Topology:
         await channel.queue_declare(
             LOST,
             durable=True,
-            arguments={**CLASSIC, "x-max-length": KEPT_LOST, "x-overflow": "drop-head"},
+            arguments={**CLASSIC, "x-max-length": MAX_LOST_DELAYED, "x-overflow": "drop-head"},
         )
         await channel.queue_bind(LOST, LOST)
         await channel.exchange_declare(
@@ -265,7 +280,7 @@ class Topology:
                 operation="declare",
                 queue=spec.name,
             )
-        return arguments if letters is None else arguments | SAFE_DEATH
+        return arguments if letters is None else arguments | AT_LEAST_ONCE_DEAD_LETTERING
 
     def kind(self) -> dict[str, Any]:
         """What every queue has."""

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, cast
 from urllib.parse import quote, unquote_to_bytes
 
+from qkit._internal.text import encodable
 from qkit.backends.common.raw_text import keep, text_of
-from qkit.message import Envelope, encodable
+from qkit.message import Envelope
 
 __all__ = ["FOREIGN", "batches", "decode", "encode", "wire_id"]
 

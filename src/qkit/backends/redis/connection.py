@@ -11,7 +11,7 @@ from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from qkit._internal.tasks import end_tasks
+from qkit._internal.tasks import cancel_and_wait
 from qkit.backends.redis.driver import Reply, Wire, Word
 from qkit.backends.redis.errors import BACKEND, translated
 from qkit.backends.redis.scripts.script import Script
@@ -97,7 +97,7 @@ class Link:
         self._open = False
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
-            await end_tasks([connecting])
+            await cancel_and_wait([connecting])
         wires, self._waiters = [*self._waiters], []
         if self._wire is not None:
             wires.append(self._wire)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from qkit._internal.clock import Clock, SystemClock
-from qkit._internal.tasks import to_its_end
+from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
@@ -210,7 +210,7 @@ class RedisListBackend:
         try:
             yield subscription
         finally:
-            await to_its_end(subscription.leave())  # what is held must go back
+            await run_to_completion(subscription.leave())  # what is held must go back
 
     def _lease(self, spec: SubscriptionSpec) -> float:
         if not self._reliable:

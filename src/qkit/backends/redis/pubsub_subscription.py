@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 from redis.asyncio.connection import AbstractConnection
 
+from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.redis import codec
@@ -21,7 +22,7 @@ from qkit.backends.redis.connection import Address
 from qkit.backends.redis.driver import Reply, Wire
 from qkit.backends.redis.errors import BACKEND, error_of
 from qkit.errors import MessageNotFound, SubscriptionLost, Unsupported
-from qkit.message import GROUP, Envelope, new_id
+from qkit.message import GROUP, Envelope
 
 __all__ = ["Listening"]
 

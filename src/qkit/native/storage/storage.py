@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final, ParamSpec, TypeVar
 
 from qkit._internal.clock import Clock, SystemClock
-from qkit._internal.tasks import to_its_end
+from qkit._internal.tasks import run_to_completion
 from qkit.errors import (
     ConfigError,
     Damage,
@@ -173,7 +173,7 @@ class Storage:
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
         if self.log.inline:
             return function(*args, **kwargs)
-        return await to_its_end(asyncio.to_thread(function, *args, **kwargs))
+        return await run_to_completion(asyncio.to_thread(function, *args, **kwargs))
 
     # Maintenance
 
@@ -314,7 +314,7 @@ class Storage:
         async with self._import_lock:
             for job in self.waiting():
                 try:
-                    count += await to_its_end(self._import_job(job, channel, admit))
+                    count += await run_to_completion(self._import_job(job, channel, admit))
                 except (LogDamaged, InvalidName, ConfigError) as error:
                     self._refused.add(job)
                     failure = failure or error

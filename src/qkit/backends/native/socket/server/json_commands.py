@@ -16,9 +16,10 @@ from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qkit._internal.logging import logger
+from qkit._internal.names import check_headers
 from qkit._internal.validation import describe_errors
 from qkit.errors import MessageNotFound, QueueError
-from qkit.message import DeadLetter, Envelope, check_headers
+from qkit.message import DeadLetter, Envelope
 from qkit.native.delivery import Delivery
 from qkit.native.engine import Engine
 

@@ -1,0 +1,112 @@
+"""``Coalescer``: at most one call at a time; what arrives meanwhile goes into the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Generic, TypeVar
+
+__all__ = ["Coalescer"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Coalescer(Generic[T]):
+    """Gathers items while a call is in flight and flushes them together afterwards.
+
+    Nothing is delayed: a call that finds the coalescer idle runs at once.
+
+    Args:
+        flush: Handles a group of items, in the order of ``post``. It must not raise. If it is
+            cancelled, the group waits again, in its old place.
+        max_size: Limit of a group's size. An item larger than that goes alone.
+        size: Returns the size of an item; by default each counts 1.
+        name: Name of the task that flushes.
+    """
+
+    def __init__(
+        self,
+        flush: Callable[[list[T]], Awaitable[None]],
+        *,
+        max_size: int,
+        size: Callable[[T], int] | None = None,
+        name: str,
+    ) -> None:
+        self.busy = False  # a call is in flight, or items are waiting
+        self._flush = flush
+        self._max_size = max_size
+        self._size = size
+        self._name = name
+        self._waiting: deque[T] = deque()
+        self._in_flight: list[T] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def run_now(self, call: Awaitable[R]) -> R:
+        """Await ``call`` in the caller's own task. Only while not ``busy``."""
+        self.busy = True
+        try:
+            return await call
+        finally:
+            self.busy = False
+            if self._waiting:
+                self._start()
+
+    def post(self, item: T) -> None:
+        """Add an item to the next group."""
+        self._waiting.append(item)
+        if not self.busy:
+            self._start()
+
+    def pending(self) -> list[T]:
+        """Return all items that were not handled yet, oldest first."""
+        return [*self._in_flight, *self._waiting]
+
+    async def drain(self) -> None:
+        """Wait until nothing is in flight or waiting."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def close(self) -> list[T]:
+        """Cancel the flush in flight, and return the items that were not handled."""
+        task = self._task
+        if task is not None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        left = self.pending()
+        self._waiting.clear()
+        return left
+
+    def _start(self) -> None:
+        self.busy = True
+        self._task = asyncio.create_task(self._run(), name=self._name)
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                self._in_flight = self._next_group()
+                await self._flush(self._in_flight)
+                self._in_flight = []
+                # Callers that were answered may post again: all of them join the next group.
+                await asyncio.sleep(0)
+        finally:
+            self._waiting.extendleft(reversed(self._in_flight))
+            self._in_flight = []
+            self.busy = False
+            self._task = None
+
+    def _next_group(self) -> list[T]:
+        if self._size is None:
+            count = min(len(self._waiting), self._max_size)
+            return [self._waiting.popleft() for _ in range(count)]
+        group = [self._waiting.popleft()]
+        size = self._size(group[0])
+        while self._waiting:
+            size += self._size(self._waiting[0])
+            if size > self._max_size:
+                break
+            group.append(self._waiting.popleft())
+        return group

@@ -1,0 +1,78 @@
+"""State of the connection to the broker, derived from the outcome of backend calls."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+
+from qkit._internal.clock import Clock
+from qkit._internal.logging import logger
+from qkit._internal.text import error_text
+from qkit.observability.events import Events, Reconnected, StateChanged
+
+__all__ = ["ConnectionState", "ConnectionTracker"]
+
+
+class ConnectionState(StrEnum):
+    """Where the connection to the broker stands."""
+
+    DISCONNECTED = "disconnected"
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+class ConnectionTracker:
+    """Follows the connection from what calls to the backend meet, and tells of each change."""
+
+    def __init__(self, events: Events, clock: Clock, backend: str) -> None:
+        self.state = ConnectionState.DISCONNECTED
+        self.last_success_at: float | None = None
+        self.last_error: str | None = None
+        self.disconnected_at: float | None = None
+        self._lost_at: float | None = None
+        self._events = events
+        self._clock = clock
+        self._backend = backend
+
+    def record_success(self) -> None:
+        """A call got its answer."""
+        if self.state is ConnectionState.DISCONNECTED:
+            self.transition_to(ConnectionState.CONNECTED)
+
+    def record_failure(self, error: BaseException) -> None:
+        """A call met a broken connection."""
+        self.last_error = f"{type(error).__name__}: {error_text(error)}"
+        if self.state is ConnectionState.CONNECTED or self.state is ConnectionState.CONNECTING:
+            self.transition_to(ConnectionState.DISCONNECTED)
+
+    def record_message(self) -> None:
+        """A message was sent or settled."""
+        self.last_success_at = self._clock.time()
+
+    def transition_to(self, new: ConnectionState) -> None:
+        """Enter a state: remember since when, log it, tell the listeners."""
+        old = self.state
+        if new is old:
+            return
+        self.state = new
+        error = self.last_error if new is ConnectionState.DISCONNECTED else None
+        if new is ConnectionState.DISCONNECTED:
+            self.disconnected_at = self._clock.time()
+            if old is ConnectionState.CONNECTED:  # else there was nothing to lose
+                self._lost_at = self._clock.monotonic()
+        logger.log(
+            logging.WARNING if error else logging.INFO,
+            "connection to %s: %s -> %s",
+            self._backend,
+            old,
+            new,
+            extra={"backend": self._backend, "old": str(old), "new": str(new), "error": error},
+        )
+        self._events.emit(StateChanged(str(old), str(new), error))
+        if new is ConnectionState.CONNECTED:
+            self.disconnected_at = None
+            if self._lost_at is not None:
+                self._events.emit(Reconnected(self._clock.monotonic() - self._lost_at))
+                self._lost_at = None
