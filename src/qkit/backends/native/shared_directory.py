@@ -132,10 +132,10 @@ class SharedDirectoryBackend:
 
     async def aclose(self) -> None:
         """Hand the directory over, or leave its owner; idempotent."""
-        keeper, self._role_task = self._role_task, None
-        if keeper is not None:
-            keeper.cancel()  # once: what it is opening must come to its end, or keeps the lock
-            await asyncio.wait({keeper})
+        task, self._role_task = self._role_task, None
+        if task is not None:
+            task.cancel()  # once: what it is opening must come to its end, or keeps the lock
+            await asyncio.wait({task})
         role, self._role = self._role, None
         self._reached.clear()
         self._broken.clear()
