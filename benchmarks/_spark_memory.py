@@ -14,9 +14,9 @@ import pyarrow as pa
 
 from qkit.spark.columns import Columns
 from qkit.spark.options import plan_of
-from qkit.spark.row_encoder import Bodies, ids
+from qkit.spark.row_encoder import RowEncoder, message_ids
 from qkit.spark.sinks import BulkSink
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 from qkit.spark.writer import Task
 
 BATCH = 10_000
@@ -32,11 +32,11 @@ def batches(count: int) -> Iterator[pa.RecordBatch]:
 
 def main(count: int, directory: str) -> int:
     plan = plan_of({"channel": "orders", "path": directory})
-    outlet, columns = Outlet(plan.settings), Columns("row", ())
-    route = outlet.route(plan.channel)
+    sender, columns = TaskSender(plan.settings), Columns("row", ())
+    route = sender.route(plan.channel)
     sink = BulkSink(plan, route, f"memory-{count}", 0)
-    task = Task(plan, columns, Bodies(plan, columns, route), sink, 0)
-    task.run(batches(count), ids("memory", 0, time.time()))
+    task = Task(plan, columns, RowEncoder(plan, columns, route), sink, 0)
+    task.run(batches(count), message_ids("memory", 0, time.time()))
     sink.finish()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -13,7 +13,7 @@ from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
 from qkit.spark.sinks import Sink
 from qkit.spark.source import QkitDataSource
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 from qkit.spark.writer import BatchWriter
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class CountingSource(QkitDataSource):
 class CountingWriter(BatchWriter):
     """Makes messages of rows as its parent does, and sends none."""
 
-    def sink(self, outlet: Outlet, route: Route, staged: str, part: int) -> Sink:
+    def sink(self, sender: TaskSender, route: Route, staged: str, part: int) -> Sink:
         """One that forgets."""
         return Forgetting()
 
@@ -55,11 +55,11 @@ class Forgetting:
     def send(self, envelopes: Sequence[Envelope]) -> None:
         """Nothing."""
 
-    def bury(self, letters: Sequence[Envelope]) -> None:
+    def dead_letter(self, letters: Sequence[Envelope]) -> None:
         """Nothing."""
 
     def finish(self) -> None:
         """Nothing."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Nothing."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from qkit.spark.job import add_channel, count, options_of, parser, session, told
+from qkit.spark.job import add_channel, count, options_of, parser, report_errors, session
 from qkit.spark.options import absolute, plan_of
 
 EXAMPLE = (
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--once", action="store_true", help="what is there now, then end")
     given = options.parse_args(arguments)
     chosen = options_of(given, stage=given.stage, max_rows=str(given.max_rows))
-    with told():
+    with report_errors():
         chosen = absolute(chosen, plan_of(chosen))
         with session(f"archive {given.channel}") as spark:
             query = start(

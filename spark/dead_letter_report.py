@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.job import add_channel, options_of, parser, report_errors, session
 from qkit.spark.options import absolute, plan_of
 from qkit.spark.report import report_of
-from qkit.spark.report_html import page
+from qkit.spark.report_html import render_report
 
 EXAMPLE = (
     "spark-submit spark/dead_letter_report.py --channel orders --config qkit.toml "
@@ -27,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--json", type=Path, metavar="FILE", help="the same counts for programs")
     given = options.parse_args(arguments)
     chosen = options_of(given, dead_letters="true")
-    with told():
+    with report_errors():
         chosen = absolute(chosen, plan_of(chosen))
         with session(f"report {given.channel}") as spark:
             letters = spark.read.format("qkit").options(**chosen).load()
             report = report_of(letters, given.channel, datetime.now(UTC))
-        given.output.write_text(page(report))
+        given.output.write_text(render_report(report))
         if given.json:
             given.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
     print(f"{report.total} dead letters of {given.channel}: {given.output}")

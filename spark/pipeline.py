@@ -24,10 +24,10 @@ from pyspark.sql import DataFrame, SparkSession
 
 from qkit import Settings
 from qkit.spark import write
-from qkit.spark.job import count, parser, session, told
+from qkit.spark.job import count, parser, report_errors, session
 from qkit.spark.publish import as_options
 from qkit.spark.report import report_of
-from qkit.spark.report_html import page
+from qkit.spark.report_html import render_report
 
 CHANNEL = "events"
 PATIENCE = 300.0  # seconds without any progress after which it is given up
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--report", type=Path, metavar="FILE", help="the page; else report.html of the directory"
     )
     given = options.parse_args(arguments)
-    with told(), working(given.directory) as directory:
+    with report_errors(), working(given.directory) as directory:
         report = given.report or (given.directory or Path()) / "report.html"
         report.parent.mkdir(parents=True, exist_ok=True)
         problems = run(given.count, directory, report)
@@ -136,7 +136,7 @@ def run(count: int, directory: Path, output: Path) -> list[str]:
             with step("report", count // REFUSED):
                 letters = spark.read.format("qkit").options(**options, dead_letters="true").load()
                 report = report_of(letters, CHANNEL, datetime.now(UTC))
-                output.write_text(page(report))
+                output.write_text(render_report(report))
             archived = archive_totals(spark, directory / "archive")
         worker.stop()
     finally:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pyspark.sql import DataFrame, SparkSession
 
 from qkit.spark import write
-from qkit.spark.job import add_channel, options_of, parser, session, told
+from qkit.spark.job import add_channel, options_of, parser, report_errors, session
 from qkit.spark.options import METADATA, OPTIONS, plan_of
 
 EXAMPLE = (
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         job_id=given.job_id,
         **columns,
     )
-    with told():
+    with report_errors():
         plan = plan_of(chosen)
         with session(f"publish {given.channel}") as spark:
             rows = load(spark, given.files, given.format, given.schema)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from qkit import Settings, SyncQueueService
-from qkit.spark.job import add_channel, count, options_of, parser, session, told
+from qkit.spark.job import add_channel, count, options_of, parser, report_errors, session
 from qkit.spark.options import absolute, plan_of
 
 EXAMPLE = (
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.rate > 0:
         options.error("argument --rate: write a number above 0")
     chosen = options_of(given, dead_letters="true")
-    with told():
+    with report_errors():
         plan = plan_of(chosen)
         chosen = absolute(chosen, plan)
         with session(f"replay {given.channel}") as spark:

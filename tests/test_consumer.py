@@ -982,7 +982,7 @@ async def test_a_thread_that_does_not_return_is_left_behind_at_the_deadline(
     @consume("orders", batch_size=batch_size)
     def handle(body: list[object]) -> None:
         began.set()
-        gate.wait(10)
+        gate.wait(60)
 
     backend = ScriptedBackend()
     service = make_service(handle, clock=clock, backend=backend)
@@ -1163,7 +1163,7 @@ async def test_a_busy_thread_does_not_hold_up_the_next_subscription(clock):
     def handle(body: int) -> None:
         if body == 1:
             began.set()
-            gate.wait(10)
+            gate.wait(60)
         handled.append(body)
 
     backend = ScriptedBackend()

@@ -23,7 +23,7 @@ from qkit import (
 )
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
-from qkit.conformance import Tampered
+from qkit.conformance import FaultInjectingBackend
 from qkit.message import Envelope, Sent
 from qkit.testing.clock import VirtualClock
 from tests.support.faulty import FaultyBackend
@@ -490,7 +490,7 @@ async def test_a_message_that_fails_again_before_replay_has_removed_it_is_kept(
     async def refuse(order: int) -> None:
         raise Reject("never")
 
-    class Slow(Tampered):
+    class Slow(FaultInjectingBackend):
         async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
             sent = await super().publish(queue, envelopes)
             await asyncio.sleep(0.02)  # the confirmation takes its time

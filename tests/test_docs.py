@@ -110,7 +110,7 @@ def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path
     try:
         assert process.stdout.readline() == b"order 1, attempt 1\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors.decode()

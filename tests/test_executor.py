@@ -273,7 +273,7 @@ class Gate:
         self._running += 1
         self.most = max(self.most, self._running)
         self.began.append(body)
-        self.open.wait(10)
+        self.open.wait(60)
         self._running -= 1
 
 

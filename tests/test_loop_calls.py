@@ -134,11 +134,11 @@ def test_a_loop_that_is_closed_wakes_the_thread_that_waits_for_it(other: LoopInA
 
     call = other.caller.submit(never)
     thread, outcome = outcome_of(call.result)
-    assert begun.wait(10)
+    assert begun.wait(60)
     other.stop()
     tasks = asyncio.all_tasks(other.loop)
     other.loop.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert isinstance(outcome[0], LifecycleError)
     assert "may or may not have arrived" in str(outcome[0])
@@ -158,7 +158,7 @@ def test_a_loop_that_ends_before_it_begins_with_the_call_wakes_the_thread(
     call: LoopCall[object] = other.caller.submit(work)  # type: ignore[arg-type]
     thread, outcome = outcome_of(call.result)
     other.loop.close()
-    thread.join(10)
+    thread.join(60)
     assert isinstance(outcome[0], LifecycleError)
 
 
@@ -191,7 +191,7 @@ def test_a_loop_that_is_stopped_for_a_moment_answers_later(
     thread.join(0.1)
     assert outcome == []
     other.loop.run_until_complete(asyncio.sleep(0.01))
-    thread.join(10)
+    thread.join(60)
     assert outcome == [7]
 
 
@@ -220,7 +220,7 @@ def test_an_interrupt_cancels_the_task(
             raise
 
     def interrupted(self: object, timeout: float | None = None) -> object:
-        assert begun.wait(10)
+        assert begun.wait(60)
         raise KeyboardInterrupt
 
     call = other.caller.submit(never)
@@ -228,7 +228,7 @@ def test_an_interrupt_cancels_the_task(
         patch.setattr("concurrent.futures.Future.result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call.result()
-    assert cancelled.wait(10)
+    assert cancelled.wait(60)
 
 
 def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_forgotten(
@@ -245,7 +245,7 @@ def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_f
             raise ValueError("it failed in its cleaning up")
 
     def interrupted(self: object, timeout: float | None = None) -> object:
-        assert begun.wait(10)
+        assert begun.wait(60)
         raise KeyboardInterrupt
 
     call = other.caller.submit(stubborn)
@@ -253,7 +253,7 @@ def test_a_task_that_fails_after_its_caller_was_interrupted_is_not_reported_as_f
         patch.setattr("concurrent.futures.Future.result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             call.result()
-    assert ended.wait(10)
+    assert ended.wait(60)
     del call
     assert caplog.records == []
 

@@ -162,7 +162,7 @@ async def test_a_handler_sends_while_the_service_drains() -> None:
     @consume("orders")
     def place(number: int) -> None:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         sent.append(service.sync.send("invoices", number))
         sent.append(service.sync.send_many("invoices", [1, 2]))
         sent.append(service.sync.publish("prices", 1.5))
@@ -171,7 +171,7 @@ async def test_a_handler_sends_while_the_service_drains() -> None:
     service = make(place, backend=backend)
     await service.start()
     await service.send("orders", 1)
-    assert await asyncio.to_thread(begun.wait, 10)
+    assert await asyncio.to_thread(begun.wait, 60)
     ending = asyncio.create_task(service.shutdown())
     await eventually(lambda: service.stopping and not service.ready)
     await asyncio.sleep(0)
@@ -188,7 +188,7 @@ async def test_a_handler_that_was_left_behind_is_told_that_the_service_has_ended
     @consume("orders")
     def place(number: int) -> None:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         try:
             service.sync.send("invoices", number)
         except Exception as error:
@@ -198,10 +198,10 @@ async def test_a_handler_that_was_left_behind_is_told_that_the_service_has_ended
     service = make(place)
     await service.start()
     await service.send("orders", 1)
-    assert await asyncio.to_thread(begun.wait, 10)
+    assert await asyncio.to_thread(begun.wait, 60)
     await service.shutdown(timeout=0)
     gate.set()
-    assert await asyncio.to_thread(ended.wait, 10)
+    assert await asyncio.to_thread(ended.wait, 60)
     assert isinstance(raised[0], LifecycleError)
     assert "make a new QueueService" in str(raised[0])
 
@@ -227,7 +227,7 @@ def test_a_thread_that_waits_when_the_program_ends_is_woken() -> None:
         await eventually(lambda: backend.count("publish") == 1)
 
     asyncio.run(main())
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert isinstance(outcome[0], LifecycleError)
 

@@ -36,7 +36,7 @@ class Gate:
 
     def __call__(self) -> int:
         self.began.set()
-        self.open.wait(10)
+        self.open.wait(60)
         return threading.get_ident()
 
 
@@ -120,7 +120,7 @@ def test_a_thread_survives_its_loop_and_ends_quietly(threads):
     (thread,) = alive(threads)
     threads.close()
     gate.open.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
 
 

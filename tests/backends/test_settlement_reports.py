@@ -16,7 +16,7 @@ from qkit.backends.kafka import driver
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.errors import QueueError
-from qkit.observability import health
+from qkit.observability import settlement_failures
 from tests.support.rabbitmq import bare_channel
 from tests.support.waiting import eventually
 
@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second instead of ten."""
-    monkeypatch.setattr(health, "UNHEALTHY_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(settlement_failures, "UNHEALTHY_AFTER_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def service_of(name: str, got: list[int], **values: Any) -> QueueService:
 
 
 async def becomes_unhealthy(service: QueueService, reason: str) -> None:
-    await eventually(lambda: reason in str(service.health_check().consumers[0].failing), within=20)
+    await eventually(lambda: reason in str(service.health_check().consumers[0].failing))
     assert not service.ready
 
 

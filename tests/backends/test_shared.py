@@ -124,7 +124,7 @@ async def test_calls_wait_a_little_for_an_owner_and_then_say_so(directory: Path)
     began = time.monotonic()
     with pytest.raises(BackendUnavailable, match="no owner"):
         await second.publish("q", [Envelope("a", b"")])
-    assert 0.15 < time.monotonic() - began < 1
+    assert 0.15 < time.monotonic() - began < 10
     await first._role.server.start()
     await second.ping()
     await second.aclose()
@@ -172,7 +172,7 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
     second = SharedDirectoryBackend(directory, own, locked=LogLocked)
     await second.start()
     await first.aclose()
-    await asyncio.wait_for(opening.wait(), 5)
+    await asyncio.wait_for(opening.wait(), 60)
     closing = asyncio.create_task(second.aclose())
     await asyncio.sleep(0.01)
     opened.set()
@@ -247,7 +247,7 @@ class Process:
     def lines(self, word: str) -> list[str]:
         return [line for line, _ in self.said if line.startswith(word)]
 
-    def wait(self, word: str, count: int = 1, within: float = 15.0) -> float:
+    def wait(self, word: str, count: int = 1, within: float = 60.0) -> float:
         """When it said so for the ``count``th time."""
         deadline = time.monotonic() + within
         while time.monotonic() < deadline:
@@ -266,11 +266,11 @@ class Process:
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(15)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._listening.join(5)
+        self._listening.join(60)
         self.process.stdout.close()
 
 
@@ -295,7 +295,7 @@ def wait_for_all(sender: Process, consumer: Process) -> None:
     """Everything that was accepted arrives, once the sender is dead."""
     sender.process.wait()
     sent = set(numbers(sender.lines("sent")))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while missing := sent - set(numbers(consumer.lines("got"))):
         assert time.monotonic() < deadline, f"accepted and lost: {sorted(missing)}"
         time.sleep(0.01)

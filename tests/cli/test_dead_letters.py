@@ -114,7 +114,7 @@ def test_what_fails_while_a_purge_waits_for_the_answer_stays(
     real = QueueService.dead_letters
     late = Envelope(new_id(), b"4")
 
-    def confirmed(question: str, yes: bool) -> bool:
+    def confirm(question: str, yes: bool) -> bool:
         assert "3 dead letters" in question
         return True
 
@@ -129,7 +129,7 @@ def test_what_fails_while_a_purge_waits_for_the_answer_stays(
         monkeypatch.setattr(found, "purge", after_another)
         return found
 
-    monkeypatch.setattr("qkit.cli.dead_letters.confirmed", confirmed)
+    monkeypatch.setattr("qkit.cli.dead_letters.confirm", confirm)
     monkeypatch.setattr(QueueService, "dead_letters", dead_letters)
     answer = shell.json("dlq", "purge", "orders")
     assert (answer["purged"], answer["message_ids"]) == (3, letters)

@@ -148,7 +148,7 @@ def test_consume_gives_back_what_it_showed(shell: Shell) -> None:
 
 
 def test_consume_says_that_it_holds_no_more(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qkit.cli.messages.HELD", 2)
+    monkeypatch.setattr("qkit.cli.messages.MAX_HELD", 2)
     shell.run("send", "orders", stdin="1\n2\n3\n")
     result = shell.run("consume", "orders")
     assert "2 messages shown and given back. It holds no more" in result.stderr
@@ -180,7 +180,7 @@ def test_consume_goes_on_until_ctrl_c_and_then_gives_back(shell: Shell) -> None:
         assert process.stdout.readline().split()[-1] == "1"
         time.sleep(0.2)  # until it waits again; either way it must give back
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors

@@ -54,7 +54,7 @@ def test_stats_can_be_watched_until_ctrl_c(shell: Shell) -> None:
             (row,) = json.loads(process.stdout.readline())  # a line each
             assert (row["queue"], row["depth"]) == ("audit", 1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130, errors

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from qkit.cli.worker import Pages, set_up_logs
+from qkit.cli.worker import WebOptions, set_up_logs
 from tests.support.cli import Shell
 
 WORKER = """
@@ -94,7 +94,7 @@ class Running:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(40)
+        return self.process.wait(60)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def qkit(directory: Path, *words: str, **environment: str) -> Iterator[Running]:
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -224,7 +224,7 @@ def test_a_worker_reads_the_file_that_is_named(place: Path, workers: int) -> Non
 
 def test_a_failure_is_a_line_of_the_log_too(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--log-json") as running:
-        assert running.process.wait(40) == 2
+        assert running.process.wait(60) == 2
         (line,) = [line for line in running.lines() if not line.startswith("loaded")]
         assert "did you mean shop:service?" in json.loads(line)["message"]
 
@@ -253,23 +253,23 @@ def test_what_an_error_holds_steers_no_terminal(
 
 
 def test_each_worker_is_told_where_to_serve_and_for_whom() -> None:
-    pages = Pages(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
+    options = WebOptions(port=8710, host="0.0.0.0", token="t", hosts=["a.example", "b.example"])
     named = ["--allow-host", "a.example", "--allow-host", "b.example"]
-    assert pages.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
-    assert Pages(port=0, host="::1", token=None, hosts=[]).of_worker(2)[-1] == "0"
-    assert Pages(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
+    assert options.of_worker(2) == ["--host", "0.0.0.0", "--port", "8712", *named]
+    assert WebOptions(port=0, host="::1", token=None, hosts=[]).of_worker(2)[-1] == "0"
+    assert WebOptions(port=None, host="::1", token=None, hosts=["a.example"]).of_worker(2) == []
 
 
 def test_what_can_never_work_is_not_tried_again(place: Path) -> None:
     with qkit(place, "run", "shop:servise", "--workers", "2") as running:
-        assert running.process.wait(40) == 2
+        assert running.process.wait(60) == 2
         assert any("did you mean shop:service?" in line for line in running.lines())
     with qkit(place, "run", "shop:service", "--workers", "2", "--port", "65535") as running:
-        assert running.process.wait(40) == 2
+        assert running.process.wait(60) == 2
         assert any("beyond 65535" in line for line in running.lines())
         assert not any("is process" in line for line in running.lines())
     with qkit(place, "run", "shop:service", "--log-level", "loud") as running:
-        assert running.process.wait(40) == 2
+        assert running.process.wait(60) == 2
 
 
 def test_the_pages_alone_show_what_others_do(place: Path, shell: Shell) -> None:
@@ -312,7 +312,7 @@ def test_a_synchronous_service_runs_serves_its_pages_and_drains(
         running.until(lambda line: line == "billed 1")
         shell.run("send", "orders", "0")  # this handler calls service.stop()
         running.until(lambda line: line == "sent 0")
-        assert running.process.wait(40) == 0
+        assert running.process.wait(60) == 0
 
 
 def test_a_second_signal_forces_a_synchronous_service(sync_place: Path, shell: Shell) -> None:
@@ -324,7 +324,7 @@ def test_a_second_signal_forces_a_synchronous_service(sync_place: Path, shell: S
         running.until(lambda line: "a second signal forces" in line)
         began = time.monotonic()
         assert running.end() == 0
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 50  # its handler takes 60 s
         assert any("left behind" in line for line in running.lines())
 
 

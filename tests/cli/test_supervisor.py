@@ -28,7 +28,7 @@ def worker(diary: Path, codes: str) -> list[str]:
 
 
 async def supervise(*commands: list[str]) -> int:
-    return await Supervisor(commands, os.environ, patience=20, restart=SOON).run()
+    return await Supervisor(commands, os.environ, drain_timeout=20, restart=SOON).run()
 
 
 async def test_what_cannot_work_at_its_first_start_ends_all(tmp_path: Path) -> None:
@@ -47,6 +47,6 @@ async def test_the_same_exit_code_later_is_a_crash_as_any_other(tmp_path: Path) 
 async def test_and_also_in_a_first_life_that_was_a_long_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.cli.supervisor.STEADY", 0.0)
+    monkeypatch.setattr("qkit.cli.supervisor.STABLE_AFTER_SECONDS", 0.0)
     assert await supervise(worker(tmp_path / "a", "2,0")) == 0
     assert (tmp_path / "a").read_text() == "xx"

@@ -11,7 +11,7 @@ from qkit._internal.clock import Clock
 from qkit.backend import Backend, Capabilities, Delivery, QueueSpec, Subscription
 from qkit.backends.native.backend import NativeBackend
 from qkit.conformance import NewBackend
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.refusals import ROWS, Refusals
 from qkit.errors import Unsupported
 from qkit.message import Envelope, Sent
@@ -19,7 +19,7 @@ from qkit.native import Engine
 from qkit.settings.model import SettingsValues
 
 
-class Bare(Tampered):
+class Bare(FaultInjectingBackend):
     """The native engine with every feature taken away."""
 
     def __init__(self, inner: Backend) -> None:

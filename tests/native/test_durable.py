@@ -416,7 +416,7 @@ class GatedDisk(Disk):
 
     def write(self, fd: int, data: bytes | memoryview, offset: int) -> int:
         self.waiting.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.written += 1
         return super().write(fd, data, offset)
 
@@ -558,7 +558,7 @@ async def test_limits_that_change_while_a_message_is_on_its_way_do_not_refuse_it
         await asyncio.sleep(0)
         engine.catalogue.declare("orders", {"max_priority": 3, "max_depth": 1})
         for send in sends:
-            await asyncio.wait_for(send, 10)
+            await asyncio.wait_for(send, 60)
         assert (await engine.stats("orders")).depth == 2
         with pytest.raises(QueueFull):
             await engine.publish("orders", b"")

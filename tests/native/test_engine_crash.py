@@ -237,7 +237,7 @@ class GatedDisk(Disk):
         if self._begun:
             self._begun = False
             self.waiting.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
 
 
 async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_completed(tmp_path):

@@ -373,7 +373,13 @@ async def poison(path: Path, count: int, keep: int) -> None:
 
 @pytest.mark.proves("002-index-4", "002-compaction-5", "002-testing-11")
 async def test_poison_messages_fill_neither_memory_nor_disk(tmp_path):
-    await poison(tmp_path, 20_000, 1_000)
+    await poison(tmp_path, 6_000, 1_000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1_800)
+async def test_many_poison_messages_fill_neither_memory_nor_disk(tmp_path):
+    await poison(tmp_path, 50_000, 1_000)
 
 
 @pytest.mark.torture
@@ -397,13 +403,13 @@ async def bytes_for_each_queue(engine: Engine, count: int) -> float:
 @pytest.mark.proves("000-figures-6", "001-concurrency-2")
 async def test_many_queues_cost_little(tmp_path):
     async with Engine() as engine:
-        memory = await bytes_for_each_queue(engine, 5_000)
+        memory = await bytes_for_each_queue(engine, 1_000)
     async with await Engine.open(tmp_path, fsync="never") as engine:
-        durable = await bytes_for_each_queue(engine, 2_000)
+        durable = await bytes_for_each_queue(engine, 1_000)
     print(f"an empty queue: {memory:.0f} bytes in memory, {durable:.0f} in a directory")
     assert max(memory, durable) < 5_000
     async with await Engine.open(tmp_path) as engine:
-        assert len(await engine.list()) == 2_000
+        assert len(await engine.list()) == 1_000
 
 
 @pytest.mark.proves("000-figures-8", "001-concurrency-2", "002-place-2")

@@ -142,7 +142,7 @@ async def test_always_confirms_after_the_sync_and_only_written_before_it(disk):
 
     def slow_sync(fd: int) -> None:
         held.set()
-        assert let_go.wait(10)
+        assert let_go.wait(60)
         sync_file(fd)
 
     disk.sync = slow_sync
@@ -151,7 +151,7 @@ async def test_always_confirms_after_the_sync_and_only_written_before_it(disk):
     written = log.written()
     assert written is not None
     await written
-    assert held.wait(10)
+    assert held.wait(60)
     assert not synced.done()
     let_go.set()
     await synced
@@ -195,7 +195,7 @@ async def synced_again(disk: SimulatedDisk) -> None:
         done.set()
 
     disk.sync = sync  # type: ignore[method-assign]
-    assert await asyncio.to_thread(done.wait, 10)
+    assert await asyncio.to_thread(done.wait, 60)
 
 
 @pytest.mark.proves("002-log-1")

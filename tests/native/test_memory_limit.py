@@ -191,7 +191,7 @@ async def test_a_lease_that_ends_while_its_body_is_read_costs_nothing(tmp_path):
         nonlocal first
         if first:
             first = False
-            assert gate.wait(10)
+            assert gate.wait(60)
         return load(messages)
 
     journal.load = slow  # type: ignore[method-assign]

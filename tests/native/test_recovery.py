@@ -381,7 +381,8 @@ async def test_a_hole_among_unsynced_writes_is_closed_and_what_follows_is_kept()
 def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
     print("seed", seed)
     random = Random(seed)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.support.crasher"],
         stdin=subprocess.PIPE,
@@ -401,11 +402,13 @@ def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
             # The pid may come behind the first lines of the child: both write to one pipe.
             early: list[bytes] = []
             while not (line := lines.readline()).startswith(b"pid"):
+                assert line, "the crasher ended"
                 early.append(line)
             pid = int(line.split()[1])
             time.sleep(random.uniform(0.001, 0.08))
             os.kill(pid, signal.SIGKILL)
             while (line := lines.readline()) != b"dead\n":
+                assert line, "the crasher ended"
                 early.append(line)
             for line in early:
                 what, value = line.split()

@@ -143,11 +143,13 @@ def test_one_frame_is_checked_by_itself():
     assert check_frame(b"", HEADER.salt, HEADER_SIZE) is None
 
 
-@pytest.mark.parametrize("short", [1, 7, 100_000, None])
-def test_short_writes_are_gone_on_with(short):
+@pytest.mark.parametrize(
+    ("short", "large"), [(1, 9), (7, 1 << 14), (100_000, 1 << 20), (None, 1 << 20)]
+)
+def test_short_writes_are_gone_on_with(short, large):
     disk = SimulatedDisk()
     disk.short = short
-    parts = [bytes([at]) * size for at, size in enumerate((10, 3, 1 << 20 if short != 1 else 9, 5))]
+    parts = [bytes([at]) * size for at, size in enumerate((10, 3, large, 5))]
     fd = disk.create("x")
     write_whole(disk, fd, parts, 4)
 

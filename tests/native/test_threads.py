@@ -192,7 +192,7 @@ async def test_eight_threads_lose_and_double_nothing(engine: Engine) -> None:
                 group.create_task(work())
 
         asyncio.run(main())
-        done.wait(30)
+        done.wait(60)
         asyncio.run(work())  # what came after this one's last look
 
     loop = asyncio.get_running_loop()
@@ -229,13 +229,13 @@ class TestCancelled:
             task = asyncio.create_task(engine.consume("tasks", None))
             await asyncio.sleep(0.01)
             asked.set()
-            assert delivered.wait(10)  # blocks this loop, as a handler might
+            assert delivered.wait(60)  # blocks this loop, as a handler might
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
         calling = asyncio.create_task(elsewhere(caller()))
-        await asyncio.to_thread(asked.wait, 10)
+        await asyncio.to_thread(asked.wait, 60)
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
         await engine.publish("tasks", b"x")
         await until(lambda: in_flight(engine) == 1)
@@ -277,7 +277,7 @@ class TestCancelled:
 
         calling = threading.Thread(target=thread)
         calling.start()
-        assert gone.wait(10)  # in the engine's loop, which does nothing meanwhile
+        assert gone.wait(60)  # in the engine's loop, which does nothing meanwhile
         calling.join()
         await asyncio.sleep(0.05)
         assert (await engine.stats("tasks")).published_total == 0
@@ -403,7 +403,7 @@ class TestClosed:
 
         owning = threading.Thread(target=owner)
         owning.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         callers = [threading.Thread(target=caller, args=[n], daemon=True) for n in range(8)]
         for thread in callers:
             thread.start()
@@ -431,7 +431,7 @@ class TestClosed:
 
         other = threading.Thread(target=thread)
         other.start()
-        other.join(10)
+        other.join(60)
         assert engine.closed
 
 
@@ -484,6 +484,6 @@ class TestGate:
 
         calling = asyncio.create_task(asyncio.to_thread(thread))
         await asyncio.sleep(0)
-        assert entered.wait(10)  # the call is queued; this loop has not come to it
+        assert entered.wait(60)  # the call is queued; this loop has not come to it
         gate.close()
         await calling

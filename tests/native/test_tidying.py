@@ -21,7 +21,7 @@ from tests.support.engines import open_engine
 
 
 async def until(condition: Callable[[], object], pause: float = 0.005) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  what is waited for happens on a disk
             await asyncio.sleep(pause)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from qkit import DeadLetter, QueueService, consume
 from qkit._internal.ids import new_id
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.message import CONTENT_ENCODING, CONTENT_TYPE, Envelope, Sent
 from tests.support.carriers import Site, in_other_processes, keeps_dead_letters, on, redelivers
 from tests.support.waiting import eventually
@@ -23,7 +23,7 @@ class Order(BaseModel):
     id: int
 
 
-class Recording(Tampered):
+class Recording(FaultInjectingBackend):
     """Writes down, outside the process's own memory of it, what was confirmed and what is asked."""
 
     def __init__(self, inner: Backend, queue: str, log: int) -> None:
@@ -107,4 +107,5 @@ async def test_a_worker_killed_around_its_dead_letter_loses_nothing(site: Site, 
         # Between the copy and the ack a crash duplicates; it never loses.
         assert {letter.message_id for letter in letters} == {sent.message_id}
         assert {letter.reason for letter in letters} == {"ExplicitNack"}
+        await worker.said("begin")  # what it says may be heard after the letter is seen
         assert worker.numbers("begin") == [1]

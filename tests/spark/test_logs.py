@@ -39,7 +39,7 @@ class TestBrokerLog:
             assert len(found[0]) == 10
             assert sorted(found[0] + found[1]) == list(range(25))
             assert self.found(plan, source, start, first) == found[0], "it can be replayed"
-            source.stop_here()
+            source.limit_to_available()
             service.send(options["channel"], 25)
             assert source.latest(second, None) == second
             source.close()
@@ -63,7 +63,7 @@ class TestBrokerLog:
     ) -> list[int]:
         return [
             json.loads(row["value"])
-            for span in source.pieces(start, end)
+            for span in source.ranges(start, end)
             for batch in broker_log.read(plan, span)
             for row in batch.to_pylist()
         ]
@@ -81,7 +81,7 @@ class TestNativeLog:
             end = source.latest(start, 3)
             assert self.found(plan, source, start, end) == [0, 1, 2]
             service.send("other", 1)
-            source.stop_here()
+            source.limit_to_available()
             service.send("orders", 5)
             rest = source.latest(end, None)
             assert self.found(plan, source, end, rest) == [3, 4]
@@ -97,7 +97,7 @@ class TestNativeLog:
     ) -> list[int]:
         return [
             json.loads(row["value"])
-            for piece in source.pieces(start, end)
+            for piece in source.ranges(start, end)
             for batch in native_log.read(plan, piece)
             for row in batch.to_pylist()
         ]
@@ -126,7 +126,7 @@ class TestNativeLog:
         end = source.latest(start, None)
         [row] = [
             row
-            for piece in source.pieces(start, end)
+            for piece in source.ranges(start, end)
             for batch in native_log.read(plan, piece)
             for row in batch.to_pylist()
         ]

@@ -11,7 +11,7 @@ from qkit import QueueService, Settings, consume
 from qkit._internal.ids import new_id
 from qkit.errors import QueueFull
 from qkit.message import Envelope
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 from tests.support.waiting import eventually
 
 
@@ -21,12 +21,12 @@ def envelopes(count: int) -> list[Envelope]:
 
 def test_a_queue_that_stays_full_is_an_error(tmp_path: Path) -> None:
     settings = Settings(type="native", path=tmp_path, max_depth=3, send_timeout=0.5)
-    outlet = Outlet(settings).open()
+    sender = TaskSender(settings).open()
     try:
         with pytest.raises(QueueFull):
-            outlet.send(outlet.route("orders"), envelopes(5))
+            sender.send(sender.route("orders"), envelopes(5))
     finally:
-        outlet.close()
+        sender.close()
 
 
 async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path) -> None:
@@ -45,12 +45,12 @@ async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path)
 
     async with service:
         service.pause("orders")
-        outlet = await asyncio.to_thread(Outlet(settings).open)
-        route = outlet.route("orders")
-        sending = asyncio.create_task(asyncio.to_thread(outlet.send, route, envelopes(10)))
+        sender = await asyncio.to_thread(TaskSender(settings).open)
+        route = sender.route("orders")
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, route, envelopes(10)))
         await eventually(full)
         service.resume("orders")
         await sending
         await eventually(lambda: len(taken) == 10)
-        await asyncio.to_thread(outlet.close)
+        await asyncio.to_thread(sender.close)
     assert sorted(taken) == list(range(10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from qkit.spark.report import Report
-from qkit.spark.report_html import page
+from qkit.spark.report_html import render_report
 
 
 def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
@@ -22,13 +22,13 @@ def test_the_page_escapes_what_messages_say_and_draws_every_hour() -> None:
         by_hour=[(hour, 5), (hour + timedelta(hours=3), 15)],
         examples=[("0190", "Error0", "<b>", '{"id": 1}')],
     )
-    text = page(report)
+    text = render_report(report)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
     assert "16 Nov 08:00: 5'" in text
     assert "16 Nov 11:00: 15'" in text
     assert text.count("<i></i>") == 24 - 2, "a day at least, and most of it without any"
     assert "8 others" in text
-    assert "There are no dead letters" in page(Report(channel="orders", made_at=hour))
+    assert "There are no dead letters" in render_report(Report(channel="orders", made_at=hour))
     report.by_hour = []
-    assert "tells when" in page(report)
+    assert "tells when" in render_report(report)

@@ -13,7 +13,7 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.spark import batch_reader
-from qkit.spark.batch_reader import Snapshot
+from qkit.spark.batch_reader import BatchReader
 from qkit.spark.options import plan_of
 from tests.spark.channels import BROKERS, service_of, values
 
@@ -30,7 +30,7 @@ class TestSnapshot:
             assert service.stats(options["channel"]).depth == 5
 
     def found(self, options: dict[str, str]) -> list[dict[str, Any]]:
-        reader = Snapshot(plan_of(options))
+        reader = BatchReader(plan_of(options))
         return [
             row
             for piece in reader.partitions()
@@ -41,7 +41,7 @@ class TestSnapshot:
     def test_what_has_no_end_and_what_keeps_nothing_is_refused(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(batch_reader, "MOST", 3)
+        monkeypatch.setattr(batch_reader, "MAX_ROWS", 3)
         options = {"channel": "orders", "path": str(tmp_path)}
         with service_of(options) as service:
             service.send_many("orders", range(4))
@@ -54,4 +54,4 @@ class TestSnapshot:
         with pytest.raises(Unsupported, match="as a stream"):
             self.found(redis)
         with pytest.raises(ConfigError, match="name the directory"):
-            Snapshot(plan_of({"channel": "orders"}))
+            BatchReader(plan_of({"channel": "orders"}))

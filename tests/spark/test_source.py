@@ -15,7 +15,7 @@ from pyspark.sql.types import StructType
 
 from qkit.errors import ConfigError
 from qkit.spark.source import QkitDataSource
-from qkit.spark.writer import STALE, TaskDone
+from qkit.spark.writer import STALE_AFTER_SECONDS, TaskResult
 from tests.spark.channels import service_of
 
 ROWS = StructType.fromJson(
@@ -83,7 +83,7 @@ def test_a_write_is_told_and_leaves_nothing_that_is_stale(
 ) -> None:
     report = tmp_path / "report.json"
     inbox = Path(native["path"]) / "inbox"
-    for name, age in {".spark-old": STALE + 60, ".spark-new": 0}.items():
+    for name, age in {".spark-old": STALE_AFTER_SECONDS + 60, ".spark-new": 0}.items():
         (inbox / name).mkdir(parents=True)
         os.utime(inbox / name, (time.time() - age,) * 2)
     writer = QkitDataSource({**native, "report": str(report)}).writer(ROWS, overwrite=False)
@@ -104,7 +104,7 @@ def test_an_aborted_batch_of_a_stream_takes_only_its_own_parts(native: dict[str,
     mark = writer._mark
     for name in (f".{mark}-query-1", f".{mark}-query-2", f".{mark}-twin-1", ".spark-other-1"):
         (inbox / name).mkdir(parents=True)
-    writer.abort([TaskDone("query-1", f"{mark}-query-1", 0, 1, 0), None], 1)
+    writer.abort([TaskResult("query-1", f"{mark}-query-1", 0, 1, 0), None], 1)
     twin, other = inbox / f".{mark}-twin-1", inbox / ".spark-other-1"
     assert twin.exists(), "a stream of the same options, and another id"
     writer.abort([None], 2)
@@ -118,6 +118,6 @@ def test_an_aborted_write_to_a_broker_tells_what_was_sent(
     writer = QkitDataSource(REDIS).writer(ROWS, overwrite=False)
     with caplog.at_level(logging.ERROR, logger="qkit"):
         writer.abort(
-            [TaskDone("job", "staged", 0, 70, 0), TaskDone("job", "staged", 1, 7, 0), None]
+            [TaskResult("job", "staged", 0, 70, 0), TaskResult("job", "staged", 1, 7, 0), None]
         )
     assert "orders: the write failed after 77 messages of complete tasks" in caplog.text

@@ -13,7 +13,7 @@ from qkit.errors import (
 )
 from qkit.spark import staging
 from qkit.spark.options import plan_of
-from qkit.spark.staging import Stage
+from qkit.spark.staging import StagingArea
 from qkit.spark.stream_reader import StreamReader
 from tests.spark.channels import BROKERS, rows, service_of, values
 
@@ -26,15 +26,15 @@ class TestStage:
         directory = tmp_path / "stage"
         with service_of(options) as service:
             service.send_many(options["channel"], range(25), headers={"tenant": "acme"}, key="k")
-            source = Stage(plan_of({**options, "stage": str(directory), "consume": "true"}))
+            source = StagingArea(plan_of({**options, "stage": str(directory), "consume": "true"}))
             start = source.initial()
             first = source.latest(start, 10)
-            assert values(rows(source.pieces(start, first))) == list(range(10))
+            assert values(rows(source.ranges(start, first))) == list(range(10))
             assert len(list(directory.iterdir())) == 1
             # Spark asks again for the same batch after a crash.
-            assert values(rows(source.pieces(start, first))) == list(range(10))
+            assert values(rows(source.ranges(start, first))) == list(range(10))
             second = source.latest(first, None)
-            found = rows(source.pieces(first, second))
+            found = rows(source.ranges(first, second))
             assert values(found) == list(range(10, 25))
             assert dict(found[0]["headers"]) == {"tenant": "acme"}
             assert (found[0]["key"], found[0]["attempt"]) == ("k", 1)
@@ -50,23 +50,23 @@ class TestStage:
         plan = plan_of({**options, "stage": str(tmp_path / "stage")})
         with service_of(options) as service:
             service.send_many(options["channel"], range(5))
-            crashed = Stage(plan)
+            crashed = StagingArea(plan)
             start = crashed.initial()
             end = crashed.latest(start, None)
             assert service.stats(options["channel"]).depth == 0
             crashed.close()
             (tmp_path / "stage" / "00000009.arrow.tmp").write_bytes(b"cut short")
             service.send(options["channel"], 5)
-            again = Stage(plan)
+            again = StagingArea(plan)
             assert again.latest(start, None) == end
-            assert values(rows(again.pieces(start, end))) == list(range(5))
+            assert values(rows(again.ranges(start, end))) == list(range(5))
             again.close()
-            anew = Stage(plan)
+            anew = StagingArea(plan)
             assert anew.initial() == start, "before what nobody has seen"
             after = anew.latest(end, None)
-            assert values(rows(anew.pieces(end, after))) == [5]
+            assert values(rows(anew.ranges(end, after))) == [5]
             with pytest.raises(StorageError, match="is missing"):
-                anew.pieces(start, after)
+                anew.ranges(start, after)
             anew.close()
 
     @pytest.mark.parametrize("options", ["redis"], indirect=True)
@@ -75,12 +75,12 @@ class TestStage:
     ) -> None:
         with service_of(options) as service:
             service.send_many(options["channel"], range(5))
-            source = Stage(plan_of({**options, "stage": str(tmp_path / "stage")}))
+            source = StagingArea(plan_of({**options, "stage": str(tmp_path / "stage")}))
             start = source.initial()
-            source.stop_here()
+            source.limit_to_available()
             service.send_many(options["channel"], range(5, 10))
             end = source.latest(start, None)
-            assert values(rows(source.pieces(start, end))) == list(range(5))
+            assert values(rows(source.ranges(start, end))) == list(range(5))
             assert source.latest(end, None) == end
             source.close()
 
@@ -98,12 +98,12 @@ class TestStage:
         with service_of(options) as service:
             service.send(options["channel"], 1)
         sending = threading.Thread(target=trickle)
-        source = Stage(plan_of({**options, "stage": str(tmp_path / "stage")}))
+        source = StagingArea(plan_of({**options, "stage": str(tmp_path / "stage")}))
         start = source.initial()
         sending.start()
         try:
             first = source.latest(start, None)  # or never
-            assert 0 < len(rows(source.pieces(start, first))) < 1_000
+            assert 0 < len(rows(source.ranges(start, first))) < 1_000
             assert source.latest(first, None) != first
         finally:
             over.set()
@@ -116,10 +116,10 @@ class TestStage:
         redis = {"channel": "orders", "type": "redis", "mode": "list", "url": "redis://x:1/0"}
         with pytest.raises(ConfigError, match="option\\('stage'"):
             StreamReader(plan_of(redis))
-        monkeypatch.setattr(staging, "PATIENCE", 0.1)
+        monkeypatch.setattr(staging, "LOCK_TIMEOUT_SECONDS", 0.1)
         plan = plan_of({**redis, "stage": str(tmp_path / "stage")})
-        first = Stage(plan)
+        first = StagingArea(plan)
         first.initial()
         with pytest.raises(ConfigError, match="another stream"):
-            Stage(plan).initial()
+            StagingArea(plan).initial()
         first.close()

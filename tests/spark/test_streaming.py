@@ -88,7 +88,7 @@ def test_a_native_stream_watches_the_log_in_batches_and_goes_on_where_it_was(
             "append"
         ).options(**options).save()
         service.send("orders", 30)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300
         while service.stats("orders").depth < 6:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -134,12 +134,12 @@ def test_a_staged_stream_consumes_in_batches_and_leaves_no_stage_behind(
 def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
     spark: SparkSession, redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    from qkit.spark.staging import Stage
+    from qkit.spark.staging import StagingArea
 
     options = {**redis_list(f"spark-{new_id()}"), "stage": str(tmp_path / "stage")}
     with channel(options) as service:
         service.send_many(options["channel"], range(10))
-        crashed = Stage(plan_of(options))
+        crashed = StagingArea(plan_of(options))
         assert crashed.latest(crashed.initial(), None) == {"stage": 1}
         assert service.stats(options["channel"]).depth == 0
         crashed.close()
@@ -148,7 +148,10 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
         assert sorted(numbers(batches)) == list(range(12))
 
 
-@pytest.mark.parametrize("where", ["native", "redis", "rabbitmq", "kafka"])
+@pytest.mark.parametrize(
+    "where",  # RabbitMQ is staged as Redis is
+    ["native", "redis", pytest.param("rabbitmq", marks=pytest.mark.full), "kafka"],
+)
 def test_a_killed_driver_loses_nothing(
     where: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -192,7 +195,7 @@ def test_a_killed_driver_writes_each_row_once_to_native(
 
         kill_when(some, arguments)
         assert start([*arguments, "all"]).wait(600) == 0
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while service.stats("copies").depth < 500:  # bulk files are taken in within a second
             assert time.monotonic() < deadline
             time.sleep(0.05)

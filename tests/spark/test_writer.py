@@ -34,8 +34,8 @@ from qkit.spark import native_log
 from qkit.spark.columns import Columns, columns_of
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import plan_of
-from qkit.spark.row_encoder import ids
-from qkit.spark.writer import BatchWriter, TaskDone
+from qkit.spark.row_encoder import message_ids
+from qkit.spark.writer import BatchWriter, TaskResult
 from tests.spark.channels import BROKERS, service_of
 from tests.spark.conftest import ROOT
 
@@ -44,7 +44,7 @@ from tests.spark.conftest import ROOT
 def subscriber(url: str, channel: str) -> Iterator[None]:
     with redis.from_url(url) as client, client.pubsub() as listening:
         listening.subscribe(channel)
-        assert listening.get_message(timeout=10) is not None
+        assert listening.get_message(timeout=60) is not None
         yield
 
 
@@ -105,7 +105,7 @@ class TestWriter:
         writer = BatchWriter(plan_of(options), Columns("row", ()))
         batch = pa.RecordBatch.from_pylist([{"id": 1}])
         lost = writer.write(iter([batch]))
-        won = TaskDone(lost.job, lost.staged, 1, 0, 0)
+        won = TaskResult(lost.job, lost.staged, 1, 0, 0)
         (tmp_path / "inbox" / f".{lost.staged}" / "00000000.seg").rename(
             tmp_path / "inbox" / f".{lost.staged}" / "00000001.seg"
         )
@@ -122,7 +122,7 @@ class TestWriter:
             plan_of({"channel": "orders", "path": str(tmp_path)}), Columns("row", ())
         )
         done = writer.write(iter([pa.RecordBatch.from_pylist([{"id": 1}])]))
-        elsewhere = TaskDone(done.job, done.staged, done.part + 1, 1, 0)
+        elsewhere = TaskResult(done.job, done.staged, done.part + 1, 1, 0)
         with pytest.raises(StorageError, match=r"1 of 2 parts .* executors must see"):
             writer.commit([done, elsewhere])
         writer.abort([done, elsewhere])
@@ -210,10 +210,10 @@ class TestWriter:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
         start = source.initial()
-        pieces = source.pieces(start, source.latest(start, None))
+        ranges = source.ranges(start, source.latest(start, None))
         [row] = [
             row
-            for piece in pieces
+            for piece in ranges
             for found in native_log.read(plan_of(options), piece)
             for row in found.to_pylist()
         ]
@@ -259,7 +259,7 @@ def test_decimals_are_seconds_too() -> None:
 
 def test_ids_go_on_in_the_next_millisecond(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("qkit.spark.row_encoder._ROWS", 2)
-    numbers = ids("job", 1, 1_700_000_000.0)
+    numbers = message_ids("job", 1, 1_700_000_000.0)
     found = [next(numbers) for _ in range(4)]
     assert found == sorted(set(found))
     assert {len(id) for id in found} == {32}

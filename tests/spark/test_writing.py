@@ -23,7 +23,7 @@ from qkit.message import Envelope
 from qkit.native import Engine
 from qkit.native.bulk import published_jobs
 from qkit.spark.options import plan_of
-from qkit.spark.row_encoder import ids
+from qkit.spark.row_encoder import message_ids
 from tests.spark.channels import service_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -384,7 +384,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_behind_and_counts_once_la
 
 
 def test_ids_are_of_the_usual_form_and_differ_between_jobs_and_partitions() -> None:
-    found = [next(ids(job, part, 1e9)) for job in ("a", "b") for part in (0, 1, 0xFFFFF)]
+    found = [next(message_ids(job, part, 1e9)) for job in ("a", "b") for part in (0, 1, 0xFFFFF)]
     assert len(set(found)) == 6
     assert all(len(id) == 32 and id[12] == "7" for id in found)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from qkit._internal.clock import SystemClock
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.redis.connection import Address
+from qkit.backends.redis.connection import ConnectionParameters
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.message import Envelope
@@ -16,15 +16,15 @@ from qkit.message import Envelope
 __all__ = ["tour"]
 
 
-async def tour(address: Address, name: str) -> None:
-    """Send, consume, settle, bury, look and delete; the queues' names begin with ``name``."""
-    await _lists(address, name)
-    await _without_leases(address, name)
-    await _pubsub(address, f"{name}-heard")
+async def tour(parameters: ConnectionParameters, name: str) -> None:
+    """Send, consume, settle, dead-letter, peek, delete; queue names begin with ``name``."""
+    await _lists(parameters, name)
+    await _without_leases(parameters, name)
+    await _pubsub(parameters, f"{name}-heard")
 
 
-async def _lists(address: Address, name: str) -> None:
-    backend = RedisListBackend(address)
+async def _lists(parameters: ConnectionParameters, name: str) -> None:
+    backend = RedisListBackend(parameters)
     await backend.start()
     letters, topic, later = f"{name}.dlq", f"{name}-topic", SystemClock().time() + 0.2
     await backend.declare(QueueSpec(name=letters, max_depth=2, drop_oldest=True))
@@ -53,7 +53,7 @@ async def _lists(address: Address, name: str) -> None:
         (held,) = await _take(subscription)
         assert held.envelope.id == "fatal"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while len(await backend.peek(letters, 10)) < 2:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(0.2):
@@ -76,8 +76,8 @@ async def _lists(address: Address, name: str) -> None:
     await backend.aclose()
 
 
-async def _without_leases(address: Address, name: str) -> None:
-    backend = RedisListBackend(address, reliable=False)
+async def _without_leases(parameters: ConnectionParameters, name: str) -> None:
+    backend = RedisListBackend(parameters, reliable=False)
     await backend.start()
     await backend.declare(QueueSpec(name=name))
     await backend.publish(name, [Envelope("a", b"x")])
@@ -89,8 +89,8 @@ async def _without_leases(address: Address, name: str) -> None:
     await backend.aclose()
 
 
-async def _pubsub(address: Address, name: str) -> None:
-    backend = RedisPubSubBackend(address)
+async def _pubsub(parameters: ConnectionParameters, name: str) -> None:
+    backend = RedisPubSubBackend(parameters)
     await backend.start()
     await backend.declare(QueueSpec(name=name, broadcast=True))
     async with backend.subscribe(_spec(name, broadcast=True)) as subscription:
@@ -106,7 +106,7 @@ def _spec(name: str, **options: Any) -> SubscriptionSpec:
 
 async def _take(subscription: Any, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found

@@ -21,7 +21,7 @@ from typing import Any, Final
 from qkit import Channel, Message, QueueError, QueueService, Reject, Settings, consume
 from qkit._internal.clock import SystemClock
 from qkit.backends.factory import open_backend
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.message import Envelope, Sent
 from tests.support.sessions import short_sessions
 
@@ -111,7 +111,7 @@ async def send(job: Job) -> None:
     say(me, "ended")
 
 
-class DiesAround(Tampered):
+class DiesAround(FaultInjectingBackend):
     """A backend whose process is killed right before or right after a dead letter is written."""
 
     def __init__(self, job: Job) -> None:

@@ -402,7 +402,7 @@ async def test_a_broker_that_counts_nothing_has_the_rates_of_this_process_or_non
     sampler = Sampler(service, writable=False, every=0)
 
     async def row() -> QueueView:
-        return next(view for view in (await sampler.look()).queues if view.name == "orders")
+        return next(view for view in (await sampler.sample()).queues if view.name == "orders")
 
     await row()
 
@@ -420,9 +420,9 @@ async def test_a_broker_that_counts_nothing_has_the_rates_of_this_process_or_non
 
 async def test_rates_of_a_broker_that_counts_are_everybodys(service: QueueService) -> None:
     sampler = Sampler(service, writable=False, every=0)
-    await sampler.look()
+    await sampler.sample()
     await service._backend.publish("orders", [Envelope(new_id(), b"1")])  # by another process
-    (row,) = (await sampler.look()).queues
+    (row,) = (await sampler.sample()).queues
     assert row.in_rate
     assert not row.own_rates
 
@@ -433,7 +433,7 @@ async def test_a_broker_that_is_silent_is_not_waited_for_long(
     async def never(*arguments: object) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("qkit.web.sampler.PATIENCE", 0.05)
+    monkeypatch.setattr("qkit.web.sampler.SAMPLE_TIMEOUT_SECONDS", 0.05)
     async with client_of(service) as client:
         monkeypatch.setattr(service, "stats", never)
         overview = (await client.get("/api/overview")).json()

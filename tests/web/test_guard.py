@@ -10,7 +10,7 @@ import pytest
 
 from qkit import ConfigError, QueueService
 from qkit.web import create_app
-from qkit.web.access_control import SECURITY_HEADERS, Guard
+from qkit.web.access_control import SECURITY_HEADERS, AccessControl
 from tests.support.web import AUTHORIZED, TOKEN, buried, client_of, make_shop
 
 CHANGES = ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "WHATEVER")
@@ -134,7 +134,7 @@ async def test_a_refusal_that_fails_is_answered_as_any_failure(
     def broken(*arguments: object) -> None:
         raise RuntimeError("canary")
 
-    monkeypatch.setattr(Guard, "_refusal", broken)
+    monkeypatch.setattr(AccessControl, "_refusal", broken)
     answer = await client.get("/api/queues")
     assert answer.status_code == 500
     assert answer.headers["X-Frame-Options"] == "DENY"

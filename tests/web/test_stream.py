@@ -14,7 +14,7 @@ from tests.support.web import Orders
 
 
 async def test_a_page_gets_the_history_and_then_what_happens(service: QueueService) -> None:
-    async with serve(service, port=0) as address, httpx.AsyncClient(timeout=20) as client:
+    async with serve(service, port=0) as address, httpx.AsyncClient(timeout=60) as client:
         await client.get(f"{address}metrics")  # whoever looks leaves a history
         async with client.stream("GET", f"{address}api/events") as stream:
             assert stream.headers["content-type"].startswith("text/event-stream")
@@ -41,7 +41,7 @@ async def test_only_so_many_pages_are_served(
     service: QueueService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
-    async with serve(service, port=0) as address, httpx.AsyncClient(timeout=20) as client:
+    async with serve(service, port=0) as address, httpx.AsyncClient(timeout=60) as client:
         async with client.stream("GET", f"{address}api/events") as stream:
             await anext(stream.aiter_lines())
             answer = await client.get(f"{address}api/events")
@@ -55,7 +55,7 @@ async def test_a_page_that_leaves_makes_room(
     monkeypatch.setattr("qkit.web.event_stream.MAX_STREAMS", 1)
     async with serve(service, port=0) as address:
         for _ in range(3):
-            async with httpx.AsyncClient(timeout=20) as client:
+            async with httpx.AsyncClient(timeout=60) as client:
                 for _ in range(100):  # the server hears of the one before with its next event
                     async with client.stream("GET", f"{address}api/events") as stream:
                         if stream.status_code == 200:

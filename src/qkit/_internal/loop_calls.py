@@ -36,6 +36,18 @@ class LoopCaller:
         self.loop = loop
         self._process = os.getpid()
 
+    def in_own_process(self) -> bool:
+        """Return whether this is the loop's process and not a fork of it."""
+        return os.getpid() == self._process
+
+    def check_process(self) -> None:
+        """Raise ``LifecycleError`` in a process that was forked from the loop's."""
+        if not self.in_own_process():
+            raise LifecycleError(
+                f"the service runs in process {self._process} and this is its fork {os.getpid()}, "
+                "where its event loop does not run: make and start a service in each process"
+            )
+
     def submit(self, work: Callable[[], Coroutine[object, object, R]]) -> LoopCall[R]:
         """Create a coroutine in the loop and run it there as a task.
 
@@ -50,11 +62,7 @@ class LoopCaller:
         Raises:
             LifecycleError: The process was forked from the loop's, or the loop is closed.
         """
-        if os.getpid() != self._process:
-            raise LifecycleError(
-                f"the service runs in process {self._process} and this is its fork {os.getpid()}, "
-                "where its event loop does not run: make and start a service in each process"
-            )
+        self.check_process()
         call = LoopCall(self.loop, work)
         try:
             self.loop.call_soon_threadsafe(call.begin, context=contextvars.copy_context())

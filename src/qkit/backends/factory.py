@@ -38,9 +38,7 @@ def _native(settings: Settings, clock: Clock) -> Backend:
 
 def _redis(settings: Settings, clock: Clock) -> Backend:
     try:
-        from qkit.backends.redis.connection import Address
-        from qkit.backends.redis.list_backend import RedisListBackend
-        from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
+        from qkit.backends.redis import list_backend, pubsub_backend
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("redis", "hiredis"):
             raise
@@ -49,24 +47,9 @@ def _redis(settings: Settings, clock: Clock) -> Backend:
             cause=error,
         ) from error
 
-    assert settings.url is not None
-    ca_file, cert_file, key_file = _tls_files(settings)
-    address = Address(
-        settings.url.get_secret_value(),
-        timeout=settings.send_timeout,
-        tls_ca_file=ca_file,
-        tls_cert_file=cert_file,
-        tls_key_file=key_file,
-    )
     if settings.mode == "pubsub":
-        return RedisPubSubBackend(address, clock=clock)
-    return RedisListBackend(
-        address,
-        clock=clock,
-        ack_deadline=settings.ack_deadline,
-        replicas=settings.replicas,
-        reliable=settings.reliable,
-    )
+        return pubsub_backend.from_settings(settings, clock)
+    return list_backend.from_settings(settings, clock)
 
 
 def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
@@ -86,7 +69,7 @@ def _rabbitmq(settings: Settings, clock: Clock) -> Backend:
 
 def _kafka(settings: Settings, clock: Clock) -> Backend:
     try:
-        from qkit.backends.kafka.backend import KafkaBackend
+        from qkit.backends.kafka.backend import from_settings
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "aiokafka":
             raise
@@ -95,31 +78,7 @@ def _kafka(settings: Settings, clock: Clock) -> Backend:
             cause=error,
         ) from error
 
-    assert settings.url is not None
-    password = settings.sasl_password
-    ca_file, cert_file, key_file = _tls_files(settings)
-    return KafkaBackend(
-        settings.url.get_secret_value(),
-        clock=clock,
-        partitions=settings.partitions,
-        replicas=settings.replicas,
-        group_prefix=settings.group_prefix,
-        batch_size=settings.batch_size,
-        max_message_bytes=settings.max_message_bytes,
-        timeout=settings.send_timeout,
-        sasl_mechanism=settings.sasl_mechanism,
-        sasl_username=settings.sasl_username,
-        sasl_password=None if password is None else password.get_secret_value(),
-        tls=settings.tls,
-        tls_ca_file=ca_file,
-        tls_cert_file=cert_file,
-        tls_key_file=key_file,
-    )
-
-
-def _tls_files(settings: Settings) -> list[str | None]:
-    files = (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
-    return [None if path is None else str(path) for path in files]
+    return from_settings(settings, clock)
 
 
 _BUILT_IN: dict[str, Callable[[Settings, Clock], Backend]] = {

@@ -19,7 +19,7 @@ from qkit._internal.clock import SystemClock
 from qkit._internal.logging import logger
 from qkit.backend import Backend
 from qkit.backends.factory import open_backend
-from qkit.cli.terminal import err, print_json, safe, tell
+from qkit.cli.terminal import err, print_json, print_note, safe
 from qkit.errors import ConfigError, QueueError
 from qkit.native.bulk_import import wait_for_import
 from qkit.service import QueueService
@@ -29,13 +29,13 @@ __all__ = [
     "AsJson",
     "Config",
     "Yes",
-    "adopt",
     "command",
-    "confirmed",
+    "confirm",
     "find_settings",
     "run",
     "service",
     "service_on",
+    "use_config",
 ]
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ T = TypeVar("T")
 Form = Literal["words", "json", "log"]
 """How a command says that it failed."""
 
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 LOGGERS = ("qkit", "aiormq", "aio_pika", "aiokafka", "redis")
 
 Config = Annotated[
@@ -59,10 +59,10 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmat
 
 
 def command(function: Callable[P, None]) -> Callable[P, None]:
-    """Let a command fail in words: no traceback, and an exit code that tells."""
+    """Turn a command's errors into a message and an exit code, without a traceback."""
 
     @functools.wraps(function)
-    def told(*arguments: P.args, **options: P.kwargs) -> None:
+    def handle_errors(*arguments: P.args, **options: P.kwargs) -> None:
         form: Form = "words"
         if options.get("as_json"):
             form = "json"
@@ -71,13 +71,13 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
         try:
             function(*arguments, **options)
         except ConfigError as error:
-            raise _fail(error, MISUSED, form) from None
+            raise _fail(error, USAGE_ERROR, form) from None
         except (QueueError, ValueError, OSError) as error:
             raise _fail(error, FAILED, form) from None
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise typer.Exit(INTERRUPTED) from None
 
-    return told
+    return handle_errors
 
 
 def _fail(error: Exception, code: int, form: Form) -> typer.Exit:
@@ -100,8 +100,8 @@ def find_settings(config: Path | None) -> Settings:
     return Settings() if file is None else Settings.load(file)
 
 
-def adopt(config: Path | None) -> None:
-    """Make the file the one that the settings of a program read, and those of its workers."""
+def use_config(config: Path | None) -> None:
+    """Make a program and its workers read their settings from this file."""
     file = _file(config)
     if file is not None:
         if not file.is_file():
@@ -109,8 +109,8 @@ def adopt(config: Path | None) -> None:
         os.environ["QKIT_CONFIG"] = str(file.resolve())
 
 
-def _modest(config: Path | None) -> Settings:
-    """The same for one that takes queues as they are."""
+def _passive_settings(config: Path | None) -> Settings:
+    """Return the settings of a command that declares no queue."""
     file = _file(config)
     if file is None:
         return Settings(declare="passive", dead_letter={"enabled": False})
@@ -150,7 +150,7 @@ async def service_on(
     config: Path | None, *, declares: bool = False
 ) -> AsyncGenerator[tuple[QueueService, Backend], None]:
     """The same, with the backend of the service."""
-    settings = find_settings(config) if declares else _modest(config)
+    settings = find_settings(config) if declares else _passive_settings(config)
     if settings.type == "native" and settings.path is None:
         raise ConfigError(
             "these settings keep queues in the memory of one process, where no command can look: "
@@ -164,15 +164,15 @@ async def service_on(
     async with QueueService(settings, backend=backend) as running:
         if settings.type == "native" and settings.path is not None:
             for error in await wait_for_import(settings.path):
-                tell(
+                print_note(
                     f"warning: a bulk file in {settings.path / 'inbox'} is ignored: {error}",
                     "yellow",
                 )
         yield running, backend
 
 
-def confirmed(question: str, yes: bool) -> bool:
-    """Ask before something is destroyed; where nobody can answer, that is a no."""
+def confirm(question: str, yes: bool) -> bool:
+    """Ask before something is destroyed; without a terminal it is refused."""
     if yes:
         return True
     if not sys.stdin.isatty():

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from qkit.admin.views import DeadLetterView
-from qkit.cli.common import AsJson, Config, Yes, command, confirmed, find_settings, run, service
+from qkit.cli.common import AsJson, Config, Yes, command, confirm, find_settings, run, service
 from qkit.cli.queues import figures
 from qkit.cli.terminal import (
     ago,
@@ -27,9 +27,9 @@ from qkit.cli.terminal import (
     number,
     out,
     print_json,
+    print_note,
     safe,
     table,
-    tell,
 )
 from qkit.errors import ConfigError, MessageNotFound
 from qkit.message import DeadLetter, Reason
@@ -62,7 +62,7 @@ Rate = Annotated[float | None, typer.Option(min=0.01, help="So many a second at 
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """Which dead letters a command means."""
 
     ids: list[str] | None
@@ -94,15 +94,15 @@ class Choice:
         return chosen[: self.limit]
 
 
-def _choice(
+def _selection(
     ids: list[str] | None,
     reason: str | None,
     error: str | None,
     older_than: str | None,
     newer_than: str | None,
     limit: int | None,
-) -> Choice:
-    return Choice(
+) -> Selection:
+    return Selection(
         ids or None, reason, error, seconds("--older-than", older_than),
         seconds("--newer-than", newer_than), limit,
     )  # fmt: skip
@@ -140,17 +140,17 @@ def list_letters(
     if queue is None:
         _count_all(config, as_json)
         return
-    choice = _choice(None, reason, error, older_than, newer_than, limit)
+    selection = _selection(None, reason, error, older_than, newer_than, limit)
 
     async def main() -> list[DeadLetter]:
         async with service(config) as running:
-            return await choice.of(running, queue)
+            return await selection.of(running, queue)
 
     letters = run(main())
     if as_json:
         print_json([asdict(DeadLetterView.of(letter)) for letter in letters])
     elif not letters:
-        tell(f"{queue} has no such dead letters.", "dim")
+        print_note(f"{queue} has no such dead letters.", "dim")
     else:
         _print(letters)
 
@@ -164,7 +164,7 @@ def _count_all(config: Path | None, as_json: bool) -> None:
     if as_json:
         print_json(counts)
     elif not counts:
-        tell("No dead letters anywhere.", "green")
+        print_note("No dead letters anywhere.", "green")
     else:
         rows = [
             (Text(name, style="bold"), number(letters, "red")) for name, letters in counts.items()
@@ -198,7 +198,7 @@ def show(
 
     async def main() -> DeadLetter:
         async with service(config) as running:
-            return (await _choice([id], None, None, None, None, None).of(running, queue))[0]
+            return (await _selection([id], None, None, None, None, None).of(running, queue))[0]
 
     view = DeadLetterView.of(run(main()))
     if as_json:
@@ -247,16 +247,16 @@ def replay(
 ) -> None:
     """Send dead letters to their queue again, all unless a filter says which."""
     find_settings(config).require_mode()
-    choice = _choice(ids, reason, error, older_than, newer_than, limit)
+    selection = _selection(ids, reason, error, older_than, newer_than, limit)
 
     async def main() -> tuple[list[DeadLetter], int]:
         async with service(config) as running:
-            letters = await choice.of(running, queue)
+            letters = await selection.of(running, queue)
             if not letters or dry_run:
                 return letters, len(letters)
             again = running.dead_letters(queue).replay
             ids = [letter.message_id for letter in letters]
-            return letters, await _in_steps(ids, again, rate)
+            return letters, await _replay_in_batches(ids, again, rate)
 
     _report(*run(main()), queue, "replayed", dry_run, as_json)
 
@@ -277,15 +277,15 @@ def purge(
     as_json: AsJson = False,
 ) -> None:
     """Delete dead letters for good, all unless a filter says which."""
-    choice = _choice(ids, reason, error, older_than, newer_than, limit)
+    selection = _selection(ids, reason, error, older_than, newer_than, limit)
 
     async def main() -> tuple[list[DeadLetter], int] | None:
         async with service(config) as running:
-            letters = await choice.of(running, queue)
+            letters = await selection.of(running, queue)
             if not letters or dry_run:
                 return letters, len(letters)
             question = f"Delete {count(len(letters), 'dead letter')} of {queue} for good?"
-            if not confirmed(question, yes):
+            if not confirm(question, yes):
                 return None
             # By their ids also when they are all: what failed meanwhile was not asked about.
             chosen = {item.message_id for item in letters}
@@ -293,17 +293,17 @@ def purge(
 
     answer = run(main())
     if answer is None:
-        tell("Nothing was deleted.")
+        print_note("Nothing was deleted.")
         raise typer.Exit(1)
     _report(*answer, queue, "purged", dry_run, as_json)
 
 
-async def _in_steps(
+async def _replay_in_batches(
     ids: list[str], replay: Callable[[list[str]], Awaitable[int]], rate: float | None
 ) -> int:
-    """Replay in groups, at most ``rate`` a second, with a bar for whoever watches; how many."""
+    """Replay in batches, at most ``rate`` a second, with a progress bar; return how many."""
     ids = list(dict.fromkeys(ids))  # a topic's letters of one message go together
-    step = len(ids) if rate is None else max(1, int(rate / 4))
+    batch_size = len(ids) if rate is None else max(1, int(rate / 4))
     loop = asyncio.get_running_loop()
     began, replayed = loop.time(), 0
     bar = Progress(
@@ -312,11 +312,11 @@ async def _in_steps(
     )  # fmt: skip
     with bar:
         task = bar.add_task("replaying", total=len(ids))
-        for start in range(0, len(ids), step):
+        for start in range(0, len(ids), batch_size):
             if rate is not None:
                 await asyncio.sleep(max(0.0, began + start / rate - loop.time()))
-            replayed += await replay(ids[start : start + step])
-            bar.update(task, completed=min(start + step, len(ids)))
+            replayed += await replay(ids[start : start + batch_size])
+            bar.update(task, completed=min(start + batch_size, len(ids)))
     return replayed
 
 
@@ -336,4 +336,4 @@ def _report(
     would = "would be " if dry_run else ""
     suffix = f" ({reasons})" if reasons and done == len(letters) else ""
     suffix += f" of {len(letters):,} that were listed" if done < len(letters) else ""
-    tell(f"{count(done, 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")
+    print_note(f"{count(done, 'dead letter')} of {queue} {would}{verb}{suffix}.", "green")

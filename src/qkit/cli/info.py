@@ -16,9 +16,9 @@ from qkit._internal.clock import SystemClock
 from qkit.asyncapi import document
 from qkit.backends.capability_matrix import COLUMNS, MATRIX
 from qkit.backends.factory import open_backend
-from qkit.cli.common import AsJson, Config, adopt, command, find_settings, run, service
+from qkit.cli.common import AsJson, Config, command, find_settings, run, service, use_config
 from qkit.cli.target import load
-from qkit.cli.terminal import out, print_json, safe, table, tell
+from qkit.cli.terminal import out, print_json, print_note, safe, table
 from qkit.errors import ConfigError
 from qkit.observability.health import Health
 from qkit.settings.model import Settings
@@ -111,7 +111,7 @@ def capabilities(
     names = [name.replace("-", "\n") if all_backends else name for name in columns]
     out.print(table(("", *names), rows, gap=1 if all_backends else None))
     if len(columns) > 1:
-        tell("● native to the backend  ◐ emulated by qkit  – refused at start-up", "dim")
+        print_note("● native to the backend  ◐ emulated by qkit  – refused at start-up", "dim")
 
 
 def _support(support: str, *, words: bool) -> Text:
@@ -127,7 +127,7 @@ def check(config: Config = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json({"valid": True, "backend": settings.backend_key})
     else:
-        tell(f"The settings are valid: {settings.backend_key}.", "green")
+        print_note(f"The settings are valid: {settings.backend_key}.", "green")
 
 
 @config_app.command("show")
@@ -182,10 +182,10 @@ def asyncapi(
     as_json: AsJson = False,
 ) -> None:
     """Print the AsyncAPI 3 document of a service, from its handlers."""
-    adopt(config)
+    use_config(config)
     made = document(load(target), title=title, version=version)
     if output is None:
         print_json(made)
     else:
         output.write_text(f"{json.dumps(made, indent=2)}\n")
-        tell(f"{output}: {len(made['channels'])} channels.", "green")
+        print_note(f"{output}: {len(made['channels'])} channels.", "green")

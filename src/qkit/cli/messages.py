@@ -37,8 +37,8 @@ from qkit.cli.terminal import (
     out,
     print_json,
     print_json_line,
+    print_note,
     safe,
-    tell,
 )
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.message import Envelope, Message, Sent
@@ -48,8 +48,8 @@ from qkit.service import QueueService
 
 __all__ = ["consume", "peek", "send"]
 
-GROUP = 500  # messages sent together
-HELD = 1_000  # messages that an observer may hold at once
+SEND_BATCH_SIZE = 500
+MAX_HELD = 1_000  # messages that ``consume`` holds without --ack
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The channel's name.")]
 
@@ -84,11 +84,23 @@ def send(
 
     [dim]qkit send orders '{"id": 1}' · qkit send orders --priority 9 < orders.jsonl[/]
     """
-    if body == "-" and lines is None:  # as other programs name their stdin
-        body, lines = None, Path("-")
-    if sum(source is not None for source in (body, file, lines)) > 1:
-        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
-    options = SendOptions(headers=_headers(header or []))
+    options = _send_options(priority, delay, ttl, key, header or [])
+    bodies, total = _bodies(body, file, lines)
+    find_settings(config).require_mode()
+    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
+    if remark:
+        print_note(remark, "yellow")
+    _report_sent(queue, ids, unheard, as_json)
+
+
+def _send_options(
+    priority: int | None,
+    delay: float | None,
+    ttl: float | None,
+    key: str | None,
+    headers: list[str],
+) -> SendOptions:
+    options = SendOptions(headers=_headers(headers))
     if priority is not None:
         options["priority"] = priority
     if delay is not None:
@@ -97,27 +109,35 @@ def send(
         options["ttl"] = ttl
     if key is not None:
         options["key"] = key
-    bodies: Iterable[object]
-    total: int | None
+    return options
+
+
+def _bodies(
+    body: str | None, file: Path | None, lines: Path | None
+) -> tuple[Iterable[object], int | None]:
+    """Return the bodies to send, and how many there are if that is known."""
+    if body == "-" and lines is None:  # as other programs name their stdin
+        body, lines = None, Path("-")
+    if sum(source is not None for source in (body, file, lines)) > 1:
+        raise ConfigError("say once what to send: a JSON argument, --file or --lines")
     if body is not None:
-        bodies, total = [_parsed(body, "the argument")], 1
-    elif file is not None:
-        bodies, total = [_parsed(file.read_text(), str(file))], 1
-    else:
-        bodies, total = _lines(lines)
-    find_settings(config).require_mode()
-    ids, unheard, remark = run(_send(queue, bodies, total, options, broadcast, config))
-    if remark:
-        tell(remark, "yellow")
+        return [_parsed(body, "the argument")], 1
+    if file is not None:
+        return [_parsed(file.read_text(), str(file))], 1
+    return _lines(lines)
+
+
+def _report_sent(queue: str, ids: list[str], unheard: int, as_json: bool) -> None:
+    """Print the ids, or how many; fail if messages had no subscriber."""
     if as_json:
-        told: dict[str, object] = {"sent": len(ids), "message_ids": ids}
-        print_json({**told, "unheard": unheard} if unheard else told)
+        summary: dict[str, object] = {"sent": len(ids), "message_ids": ids}
+        print_json({**summary, "unheard": unheard} if unheard else summary)
     elif len(ids) == 1:
         out.print(Text(ids[0]))
     else:
-        tell(f"{count(len(ids), 'message')} sent to {queue}.", "green")
+        print_note(f"{count(len(ids), 'message')} sent to {queue}.", "green")
     if unheard:
-        tell(
+        print_note(
             f"{unheard} of {count(len(ids), 'message')} had no subscriber and "
             f"{'is' if unheard == 1 else 'are'} lost: Redis pub/sub keeps nothing.",
             "red",
@@ -150,7 +170,7 @@ async def _send(
                     bar.update(task, completed=len(ids))
             except Exception:
                 if ids or total != 1:
-                    tell(f"{count(len(ids), 'message')} had been sent before.", "yellow")
+                    print_note(f"{count(len(ids), 'message')} had been sent before.", "yellow")
                 raise
     unheard = backend.unheard if isinstance(backend, UnheardReporting) else 0
     return ids, unheard, remark
@@ -190,7 +210,7 @@ def _groups(bodies: Iterable[object]) -> Iterator[list[object]]:
     some: list[object] = []
     for body in bodies:
         some.append(body)
-        if len(some) == GROUP:
+        if len(some) == SEND_BATCH_SIZE:
             yield some
             some = []
     if some:
@@ -246,7 +266,7 @@ def peek(
     if as_json:
         print_json([asdict(view) for view in found])
     elif not found:
-        tell(f"Nothing waits in {queue}.", "dim")
+        print_note(f"Nothing waits in {queue}.", "dim")
     else:
         for view in found:
             facts = [] if view.priority is None else [f"priority {view.priority}"]
@@ -278,8 +298,8 @@ def consume(
     show: Callable[[Envelope], None] = _show_json if as_json else _show
     seen = run(_consume(queue, ack, limit, timeout, group, broadcast, config, show))
     what = "taken" if ack else "shown and given back"
-    full = "" if ack or limit is not None or seen < HELD else " It holds no more: see --ack."
-    tell(f"{count(seen, 'message')} {what}.{full}", "dim")
+    full = "" if ack or limit is not None or seen < MAX_HELD else " It holds no more: see --ack."
+    print_note(f"{count(seen, 'message')} {what}.{full}", "dim")
 
 
 async def _consume(
@@ -302,13 +322,13 @@ async def _consume(
             queue=settings.broker_name(queue),
             group=group,
             consumer=f"{socket.gethostname()}-{os.getpid()}-cli",
-            prefetch=min(limit or HELD, HELD),
+            prefetch=min(limit or MAX_HELD, MAX_HELD),
             broadcast=broadcast,
             ack_deadline=settings.ack_deadline,
         )
         async with backend.subscribe(spec) as subscription:
             observer = _Observer(backend, subscription, settings.ack_deadline)
-            return await observer.watch(ack, limit or (10**12 if ack else HELD), timeout, show)
+            return await observer.run(ack, limit or (10**12 if ack else MAX_HELD), timeout, show)
     finally:
         await backend.aclose()
 
@@ -321,7 +341,7 @@ class _Observer:
         self._lease = lease if backend.capabilities.lease else None
         self._held: list[Delivery] = []
 
-    async def watch(
+    async def run(
         self, ack: bool, limit: int, timeout: float | None, show: Callable[[Envelope], None]
     ) -> int:
         seen = 0
@@ -330,7 +350,7 @@ class _Observer:
             with suppress(TimeoutError, KeyboardInterrupt, asyncio.CancelledError):
                 while seen < limit:
                     async with asyncio.timeout(timeout):
-                        found = await self._subscription.receive(min(limit - seen, GROUP))
+                        found = await self._subscription.receive(min(limit - seen, SEND_BATCH_SIZE))
                     for delivery in found:
                         show(delivery.envelope)
                         seen += 1

@@ -15,8 +15,17 @@ from rich.live import Live
 from rich.text import Text
 
 from qkit.backend import QueueStats
-from qkit.cli.common import AsJson, Config, Yes, command, confirmed, run, service
-from qkit.cli.terminal import age, count, number, out, print_json, print_json_line, table, tell
+from qkit.cli.common import AsJson, Config, Yes, command, confirm, run, service
+from qkit.cli.terminal import (
+    age,
+    count,
+    number,
+    out,
+    print_json,
+    print_json_line,
+    print_note,
+    table,
+)
 from qkit.errors import QueueNotFound
 from qkit.service import QueueService
 
@@ -40,7 +49,9 @@ def list_queues(config: Config = None, as_json: AsJson = False) -> None:
     elif found:
         out.print(_overview(found))
     else:
-        tell("There are no queues yet. One is made by its first send, or by a consumer.", "dim")
+        print_note(
+            "There are no queues yet. One is made by its first send, or by a consumer.", "dim"
+        )
 
 
 @command
@@ -97,16 +108,16 @@ def purge(
         async with service(config) as running:
             depth = (await running.stats(name)).depth
             question = f"Delete {count(depth, 'message')} of {name} for good?"
-            return await running.purge(name) if confirmed(question, yes) else None
+            return await running.purge(name) if confirm(question, yes) else None
 
     gone = run(main())
     if gone is None:
-        tell("Nothing was deleted.")
+        print_note("Nothing was deleted.")
         raise typer.Exit(1)
     if as_json:
         print_json({"queue": name, "purged": gone})
     else:
-        tell(f"{count(gone, 'message')} deleted.", "green")
+        print_note(f"{count(gone, 'message')} deleted.", "green")
 
 
 async def figures(running: QueueService, names: list[str] | None = None) -> Figures:

@@ -20,14 +20,14 @@ from qkit._internal.signals import handle_signals
 __all__ = ["Supervisor"]
 
 RESTART = Backoff(initial=1.0, multiplier=2.0, maximum=30.0, jitter=0.1)
-STEADY = 30.0  # seconds after which a worker's crash begins a new count
-NEVER_WORKS = 2  # the exit code of settings or a target that cannot work
+STABLE_AFTER_SECONDS = 30.0  # after which a worker's crash begins a new count
+CONFIG_ERROR_EXIT_CODE = 2  # of settings or a target that cannot work
 
 
 class Supervisor:
     """Runs one process for each of ``commands`` until it is told to stop.
 
-    ``patience`` is how long workers may drain before they are killed.
+    ``drain_timeout`` is how many seconds workers may drain before they are killed.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Supervisor:
         commands: Sequence[Sequence[str]],
         environment: Mapping[str, str],
         *,
-        patience: float,
+        drain_timeout: float,
         restart: Backoff = RESTART,
     ) -> None:
         self._commands = commands
         self._environment = dict(environment)
-        self._patience = patience
+        self._drain_timeout = drain_timeout
         self._restart = restart
         self._stop = asyncio.Event()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -49,11 +49,13 @@ class Supervisor:
     async def run(self) -> int:
         """Supervise until SIGTERM or SIGINT; the exit code."""
         loop = asyncio.get_running_loop()
-        with handle_signals(loop, self._first, self._second), _lifeline() as lifeline:
+        with handle_signals(loop, self._first, self._second), _parent_pipe() as parent_pipe:
             async with asyncio.TaskGroup() as tasks:
                 for number, command in enumerate(self._commands):
                     tasks.create_task(
-                        self._keep(number, [*command, "--lifeline", str(lifeline)], lifeline),
+                        self._keep(
+                            number, [*command, "--parent-pipe", str(parent_pipe)], parent_pipe
+                        ),
                         name=f"qkit worker {number}",
                     )
         return self._code
@@ -76,7 +78,7 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(number)
 
-    async def _keep(self, number: int, command: Sequence[str], lifeline: int) -> None:
+    async def _keep(self, number: int, command: Sequence[str], parent_pipe: int) -> None:
         """One worker's life, and the next one's after it."""
         crashes, lives = 0, 0
         while not self._stop.is_set():
@@ -84,7 +86,7 @@ class Supervisor:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 env=self._environment,
-                pass_fds=[lifeline],
+                pass_fds=[parent_pipe],
                 # Ctrl-C in a terminal reaches everybody in the group; our word must be the first.
                 start_new_session=True,
             )
@@ -103,14 +105,14 @@ class Supervisor:
             if code == 0:
                 logger.info("worker %d ended by itself", number)
                 return
-            steady = time.monotonic() - began >= STEADY
+            stable = time.monotonic() - began >= STABLE_AFTER_SECONDS
             # One that worked before can work: its program ended itself like that, or was changed.
-            if code == NEVER_WORKS and lives == 1 and not steady:
+            if code == CONFIG_ERROR_EXIT_CODE and lives == 1 and not stable:
                 logger.error("worker %d cannot work; ending the others", number)
                 self._code = code
                 self._end()
                 return
-            crashes = 1 if steady else crashes + 1
+            crashes = 1 if stable else crashes + 1
             pause = self._restart.after(crashes)
             logger.error(
                 "worker %d crashed (%s), starting it again in %.1f s", number, _cause(code), pause
@@ -125,7 +127,7 @@ class Supervisor:
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({ended, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({ended}, timeout=self._patience)
+            await asyncio.wait({ended}, timeout=self._drain_timeout)
             if not ended.done():
                 logger.error("process %d did not end in time and is killed", process.pid)
                 process.kill()
@@ -139,8 +141,8 @@ def _cause(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _lifeline() -> Generator[int, None, None]:
-    """The reading end of a pipe that closes with this process."""
+def _parent_pipe() -> Generator[int, None, None]:
+    """Yield the reading end of a pipe that closes with this process."""
     reading, writing = os.pipe()
     try:
         yield reading

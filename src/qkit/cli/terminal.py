@@ -31,9 +31,9 @@ __all__ = [
     "out",
     "print_json",
     "print_json_line",
+    "print_note",
     "safe",
     "table",
-    "tell",
 ]
 
 out = Console(highlight=False, soft_wrap=False)
@@ -54,8 +54,8 @@ def safe(text: object) -> str:
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), str(text))
 
 
-def tell(text: str, style: str = "") -> None:
-    """A remark for the person, beside the output."""
+def print_note(text: str, style: str = "") -> None:
+    """Print a note to stderr, beside the output."""
     err.print(Text(safe(text), style=style))
 
 

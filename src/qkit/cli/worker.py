@@ -1,4 +1,4 @@
-"""``run`` and ``web``: a worker, several of them under a supervisor, or only the pages."""
+"""``run`` and ``web``: a worker, several of them under a supervisor, or only the web pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qkit.cli import common
 from qkit.cli.common import AsJson, Config, command
 from qkit.cli.supervisor import Supervisor
 from qkit.cli.target import AnyService, load
-from qkit.cli.terminal import err, print_json, safe, tell
+from qkit.cli.terminal import err, print_json, print_note, safe
 from qkit.errors import ConfigError
 from qkit.service import QueueService
 from qkit.sync import SyncQueueService
@@ -44,13 +44,18 @@ Hosts = Annotated[
         help="A name that the pages are reached by, beside loopback; * for all. May repeat.",
     ),
 ]
+ParentPipe = Annotated[
+    int | None,
+    # A supervisor that was started before an upgrade passes the second name.
+    typer.Option("--parent-pipe", "--lifeline", hidden=True),
+]
 LogJson = Annotated[bool, typer.Option("--log-json", help="Log lines of JSON.")]
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pages:
-    """Where a worker's pages are served, if they are, and to whom."""
+class WebOptions:
+    """Address, token and host names of a worker's web pages; without a port there are none."""
 
     port: int | None
     host: str
@@ -58,7 +63,7 @@ class Pages:
     hosts: list[str]
 
     def of_worker(self, number: int) -> list[str]:
-        """The same as options of worker ``number``; the token goes by the environment."""
+        """Return the options of worker ``number``; the token goes through the environment."""
         if self.port is None:
             return []
         port = self.port + number if self.port else 0
@@ -78,7 +83,7 @@ def run(
     log_level: LogLevel = "info",
     config: Config = None,
     as_json: AsJson = False,
-    lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
+    parent_pipe: ParentPipe = None,
 ) -> None:
     """Consume until SIGTERM or Ctrl-C, then drain; a second signal forces.
 
@@ -89,37 +94,44 @@ def run(
     """
     log_json = log_json or as_json
     set_up_logs(log_json, log_level)
-    common.adopt(config)
-    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
+    common.use_config(config)
+    web_options = WebOptions(port=port, host=host, token=token, hosts=allow_host or [])
     if workers > 1:
-        sys.exit(_supervise(target, workers, pages, log_json, log_level))
-    common.run(_work(load(target), pages, lifeline, log_json=log_json, as_json=as_json))
+        sys.exit(_supervise(target, workers, web_options, log_json, log_level))
+    common.run(_work(load(target), web_options, parent_pipe, log_json=log_json, as_json=as_json))
 
 
-def _supervise(target: str, workers: int, pages: Pages, log_json: bool, log_level: str) -> int:
-    if pages.port is not None and pages.port + workers - 1 > LAST_PORT:
+def _supervise(
+    target: str, workers: int, web_options: WebOptions, log_json: bool, log_level: str
+) -> int:
+    if web_options.port is not None and web_options.port + workers - 1 > LAST_PORT:
         raise ConfigError(
-            f"--port {pages.port} with {workers} workers goes beyond {LAST_PORT}, the last port: "
-            "each worker has its own"
+            f"--port {web_options.port} with {workers} workers goes beyond {LAST_PORT}, the last "
+            "port: each worker has its own"
         )
     timeout = load(target).settings.shutdown.timeout  # and find out here whether it can work
     commands: list[list[str]] = []
     for number in range(workers):
         words = [sys.executable, "-m", "qkit.cli", "run", target, "--log-level", log_level]
         words += ["--log-json"] if log_json else []
-        commands.append([*words, *pages.of_worker(number)])
+        commands.append([*words, *web_options.of_worker(number)])
     # By the environment: a command line is for everybody on the machine to read.
-    environment = os.environ | ({"QKIT_TOKEN": pages.token} if pages.token else {})
-    return asyncio.run(Supervisor(commands, environment, patience=timeout + 10).run())
+    environment = os.environ | ({"QKIT_TOKEN": web_options.token} if web_options.token else {})
+    return asyncio.run(Supervisor(commands, environment, drain_timeout=timeout + 10).run())
 
 
 async def _work(
-    target: AnyService, pages: Pages, lifeline: int | None, *, log_json: bool, as_json: bool
+    target: AnyService,
+    web_options: WebOptions,
+    parent_pipe: int | None,
+    *,
+    log_json: bool,
+    as_json: bool,
 ) -> None:
     with _in_this_loop(target) as service:
-        async with _served(service, pages, log_json=log_json, as_json=as_json):
-            if lifeline is not None:
-                _hold(lifeline, service)
+        async with _served(service, web_options, log_json=log_json, as_json=as_json):
+            if parent_pipe is not None:
+                _stop_with_parent(parent_pipe, service)
             await service.run()
 
 
@@ -135,33 +147,37 @@ def _in_this_loop(target: AnyService) -> Generator[QueueService, None, None]:
 
 @asynccontextmanager
 async def _served(
-    service: QueueService, pages: Pages, *, as_json: bool, log_json: bool = False
+    service: QueueService, web_options: WebOptions, *, as_json: bool, log_json: bool = False
 ) -> AsyncGenerator[None, None]:
-    if pages.port is None:
+    if web_options.port is None:
         yield
         return
     from qkit.web import serve
 
     async with serve(
-        service, host=pages.host, port=pages.port, token=pages.token, hosts=pages.hosts
+        service,
+        host=web_options.host,
+        port=web_options.port,
+        token=web_options.token,
+        hosts=web_options.hosts,
     ) as address:
         if as_json:
             print_json({"address": address})
         elif not log_json:  # there the log tells it, and every line is JSON
-            tell(f"Pages: {address}")
+            print_note(f"WebOptions: {address}")
         yield
 
 
-def _hold(lifeline: int, service: QueueService) -> None:
-    """Drain when the supervisor is gone: its end of the pipe is closed by whatever ended it."""
+def _stop_with_parent(parent_pipe: int, service: QueueService) -> None:
+    """Drain when the supervisor ends: however it ended, its end of the pipe is closed."""
     loop = asyncio.get_running_loop()
 
-    def cut() -> None:
-        loop.remove_reader(lifeline)
-        os.close(lifeline)
+    def on_closed() -> None:
+        loop.remove_reader(parent_pipe)
+        os.close(parent_pipe)
         service.stop()
 
-    loop.add_reader(lifeline, cut)
+    loop.add_reader(parent_pipe, on_closed)
 
 
 @command
@@ -176,11 +192,11 @@ def web(
     as_json: AsJson = False,
 ) -> None:
     """Serve the dashboard by itself, beside whatever works on the queues."""
-    pages = Pages(port=port, host=host, token=token, hosts=allow_host or [])
+    web_options = WebOptions(port=port, host=host, token=token, hosts=allow_host or [])
 
     async def main() -> None:
         async with common.service(config) as service:
-            async with _served(service, pages, as_json=as_json):
+            async with _served(service, web_options, as_json=as_json):
                 await service.run()
 
     common.run(main())

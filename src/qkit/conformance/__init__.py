@@ -14,12 +14,12 @@ be refused. It needs pytest and pytest-asyncio.
 """
 
 from qkit.backends.capability_matrix import COLUMNS, MATRIX
-from qkit.conformance.admin import Administration
+from qkit.conformance.admin import Admin
 from qkit.conformance.dead_letters import DeadLetterRecords
 from qkit.conformance.declarations import Declarations
 from qkit.conformance.delivery import Deliveries
 from qkit.conformance.failure import Failure
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.foreign import Foreign
 from qkit.conformance.handlers import Handlers
 from qkit.conformance.harness import Harness, NewBackend, requires
@@ -37,7 +37,15 @@ from qkit.conformance.settlement import Settlement
 from qkit.conformance.timing import Timing
 from qkit.conformance.topics import Topics
 
-__all__ = ["COLUMNS", "MATRIX", "Conformance", "Harness", "NewBackend", "Tampered", "requires"]
+__all__ = [
+    "COLUMNS",
+    "MATRIX",
+    "Conformance",
+    "FaultInjectingBackend",
+    "Harness",
+    "NewBackend",
+    "requires",
+]
 
 
 class Conformance(
@@ -56,7 +64,7 @@ class Conformance(
     Lifecycle,
     Reconnect,
     HealthAndMetrics,
-    Administration,
+    Admin,
     Headers,
     Foreign,
     Names,

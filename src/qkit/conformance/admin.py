@@ -11,10 +11,10 @@ from qkit.errors import InvalidName, QueueNotFound, Reject
 from qkit.handlers.decorators import consume
 from qkit.message import Message
 
-__all__ = ["Administration"]
+__all__ = ["Admin"]
 
 
-class Administration(Harness):
+class Admin(Harness):
     """The same calls on every backend that can."""
 
     @requires("depth")

@@ -1,4 +1,4 @@
-"""A backend around a backend: scenarios override in it what should go wrong."""
+"""A backend that wraps a backend: scenarios override the calls that shall fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qkit.backend import Backend, Delivery, QueueSpec, Subscription, Subscriptio
 from qkit.errors import SubscriptionLost
 from qkit.message import Envelope, Sent
 
-__all__ = ["Tampered"]
+__all__ = ["FaultInjectingBackend"]
 
 _OPTIONAL = (
     "queues",
@@ -24,8 +24,11 @@ _OPTIONAL = (
 )
 
 
-class Tampered:
-    """Passes every call on. ``receive``, ``ack``, … are told on which subscription they are."""
+class FaultInjectingBackend:
+    """Passes every call on; override a method to inject a fault.
+
+    ``receive``, ``ack`` and the others get the subscription on which they are called.
+    """
 
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
@@ -93,9 +96,9 @@ class Tampered:
 
 
 class _Subscription:
-    """A real subscription that asks its backend's wrapper first, and that can be severed."""
+    """A subscription whose calls go through the wrapper, and that can be severed."""
 
-    def __init__(self, backend: Tampered, inner: Subscription) -> None:
+    def __init__(self, backend: FaultInjectingBackend, inner: Subscription) -> None:
         self._backend = backend
         self._inner = inner
         self._severed = False

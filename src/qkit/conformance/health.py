@@ -10,7 +10,7 @@ import pytest
 
 from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.errors import BackendUnavailable, QueueError, Reject
 from qkit.handlers.decorators import consume
@@ -21,7 +21,7 @@ __all__ = ["HealthAndMetrics"]
 QUICK = {"max_attempts": 3, "initial_delay": 0.05, "jitter": 0.0}
 
 
-class Silent(Tampered):
+class Silent(FaultInjectingBackend):
     """A backend that does not answer a ping, or cannot start, while ``error`` is set."""
 
     def __init__(self, inner: Backend) -> None:
@@ -39,7 +39,7 @@ class Silent(Tampered):
         await super().ping()
 
 
-class Unsettled(Tampered):
+class Unsettled(FaultInjectingBackend):
     """A backend that refuses dead letters, or acks, while an error is set for them."""
 
     def __init__(self, inner: Backend) -> None:
@@ -123,14 +123,14 @@ class HealthAndMetrics(Harness):
         service = await serve(backend=backend)
         before = clock.time()
         backend.error = BackendUnavailable("nobody is there")
-        await self.until(lambda: not service.ready, within=5)
+        await self.until(lambda: not service.ready, within=5 + self.late(0.0))
         health = service.health_check()
         assert (health.status, health.connection_state) == ("unhealthy", "disconnected")
         assert "nobody is there" in (health.last_error or "")
         assert health.disconnected_at is not None
         assert before <= health.disconnected_at <= clock.time()
         backend.error = None
-        await self.until(lambda: service.ready, within=5)
+        await self.until(lambda: service.ready, within=5 + self.late(0.0))
         health = service.health_check()
         assert (health.connection_state, health.disconnected_at) == ("connected", None)
 
@@ -172,7 +172,7 @@ class HealthAndMetrics(Harness):
         await self.elapse(6)
         await service.send(name, "good")
         await self.until(lambda: got == ["good"])
-        await self.until(lambda: not service.ready, within=8)
+        await self.until(lambda: not service.ready, within=8 + self.late(0.0))
         health = service.health_check()
         (consumer,) = health.consumers
         assert (health.status, consumer.state) == ("unhealthy", "consuming")

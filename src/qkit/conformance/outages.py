@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from qkit.backend import Backend, Delivery, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve, requires
 from qkit.errors import (
     BackendUnavailable,
@@ -161,7 +161,7 @@ class Outages(Harness):
         down = False
         await service.send(name, "after it")
         service.resume(name)
-        await self.until(lambda: "after it" in done, within=10)
+        await self.until(lambda: "after it" in done, within=30)
 
     @requires("dead_letters")
     async def test_a_dead_letter_is_confirmed_before_its_message_is_acknowledged(
@@ -169,7 +169,7 @@ class Outages(Harness):
     ) -> None:
         steps: list[str] = []
 
-        class Recording(Tampered):
+        class Recording(FaultInjectingBackend):
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
                 await asyncio.sleep(0.1)  # an ack that does not wait for it would come first
                 sent = await super().publish(queue, envelopes)
@@ -200,7 +200,7 @@ class Outages(Harness):
     ) -> None:
         called: list[str] = []
 
-        class CrashesOnce(Tampered):
+        class CrashesOnce(FaultInjectingBackend):
             crashed = False
 
             async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
@@ -230,7 +230,7 @@ class Outages(Harness):
     ) -> None:
         called: list[int] = []
 
-        class Refusing(Tampered):
+        class Refusing(FaultInjectingBackend):
             refusals = 2
 
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
@@ -257,7 +257,7 @@ class Outages(Harness):
     ) -> None:
         called: list[str] = []
 
-        class Unreachable(Tampered):
+        class Unreachable(FaultInjectingBackend):
             failures = 2
 
             async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:

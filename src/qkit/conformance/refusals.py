@@ -10,7 +10,7 @@ import pytest
 
 from qkit._internal.clock import Clock
 from qkit.backend import Backend, Delivery, QueueSpec, Subscription
-from qkit.conformance.fault_injection import Tampered
+from qkit.conformance.fault_injection import FaultInjectingBackend
 from qkit.conformance.harness import Harness, NewBackend, Serve
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel
@@ -81,7 +81,7 @@ ROWS: tuple[AtStart | AtCall | AtBoundary, ...] = (
 )
 
 
-class Watched(Tampered):
+class Watched(FaultInjectingBackend):
     """A backend that notes what reached it."""
 
     def __init__(self, inner: Backend) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import Admin
 from qkit.backends.factory import open_backend
 from qkit.errors import ConfigError, Unsupported
@@ -16,20 +17,19 @@ from qkit.message import Envelope
 from qkit.native.log.reader import log_id, not_shared
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists, import_waiting, start_for_reading
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk, native_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Snapshot"]
+__all__ = ["BatchReader"]
 
-MOST: Final = 1_000_000
+MAX_ROWS: Final = 1_000_000
 
 
-class Snapshot(DataSourceReader):
-    """One task looks: brokers show their messages from the front, to one who asks."""
+class BatchReader(DataSourceReader):
+    """Reads in one task: brokers show their messages from the front, to one client."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -44,14 +44,14 @@ class Snapshot(DataSourceReader):
         path = check_directory(self._plan)
         known = log_id(path)
         if known is None:  # it has bulk files, and no engine was ever there
-            with LoopThread() as loop:
-                loop.call(import_waiting(self._plan))
+            with LoopThread("qkit-spark") as loop:
+                loop.call(lambda: import_waiting(self._plan))
             known = log_id(path)
         assert known is not None
         return known
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """In a task: look and tell."""
+        """In a task: peek at the messages and return their rows."""
         if is_bulk(self._plan) and log_id(native_path(self._plan)) != partition.value:
             raise not_shared(native_path(self._plan))
         return rows.batches(asyncio.run(self._peek()), self._plan)
@@ -70,12 +70,13 @@ class Snapshot(DataSourceReader):
             await start_for_reading(backend, plan)
             if not await exists(backend, plan):
                 return []
-            found = await backend.peek(plan.queue, plan.limit or MOST + 1)
+            found = await backend.peek(plan.queue, plan.limit or MAX_ROWS + 1)
         finally:
             await backend.aclose()
-        if plan.limit is None and len(found) > MOST:
+        if plan.limit is None and len(found) > MAX_ROWS:
             raise ConfigError(
-                f"it holds more than {MOST:,} messages: set option('limit', …), or read a stream",
+                f"it holds more than {MAX_ROWS:,} messages: set option('limit', …), or read a "
+                "stream",
                 backend=backend.name,
                 operation="peek",
                 queue=plan.channel,

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import Log
 from qkit.backends.factory import open_backend
 from qkit.errors import QueueNotFound, StorageError
 from qkit.message import Envelope
 from qkit.spark import rows
 from qkit.spark.existing import exists
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BrokerLog", "Span", "read"]
 
-TASK: Final = 50_000  # offsets that one task reads
-STEP: Final = 5_000  # and how many of them at once
+OFFSETS_PER_TASK: Final = 50_000
+OFFSETS_PER_READ: Final = 5_000
 
 Offsets = dict[str, int]  # by partition, as Spark's checkpoint keeps them
 
@@ -50,8 +50,8 @@ class BrokerLog:
         at = 0 if self._plan.starting == "earliest" else 1
         return {"offsets": {str(place): span[at] for place, span in self._bounds().items()}}
 
-    def stop_here(self) -> None:
-        """From now on go no further than what there is now."""
+    def limit_to_available(self) -> None:
+        """From now on read only what is available now."""
         self._last = {str(place): span[1] for place, span in self._bounds().items()}
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class BrokerLog:
             offsets[name] += share
         return {"offsets": offsets}
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Span]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Span]:
         """The ranges between, in parts for tasks."""
         begins: Offsets = start["offsets"]
         found: list[Span] = []
@@ -88,8 +88,8 @@ class BrokerLog:
             if begin is None:  # a partition that was added since
                 begin = self._bounds()[int(place)][0]
             found += [
-                Span(int(place), first, min(first + TASK, last))
-                for first in range(begin, last, TASK)
+                Span(int(place), first, min(first + OFFSETS_PER_TASK, last))
+                for first in range(begin, last, OFFSETS_PER_TASK)
             ]
         return found
 
@@ -107,8 +107,8 @@ class BrokerLog:
 
     def _bounds(self) -> dict[int, tuple[int, int]]:
         if self._loop is None:
-            self._loop = LoopThread()
-        return self._loop.call(self._ask())
+            self._loop = LoopThread("qkit-spark")
+        return self._loop.call(self._ask)
 
     async def _ask(self) -> dict[int, tuple[int, int]]:
         backend = _opened(self._plan)
@@ -138,8 +138,8 @@ def _messages(plan: Plan, span: Span) -> Iterator[Envelope]:
         assert isinstance(backend, Log)
         runner.run(backend.start())
         try:
-            for first in range(span.first, span.last, STEP):
-                last = min(first + STEP, span.last)
+            for first in range(span.first, span.last, OFFSETS_PER_READ):
+                last = min(first + OFFSETS_PER_READ, span.last)
                 found = runner.run(backend.read_range(plan.queue, span.partition, first, last))
                 for _, envelope in found:
                     if plan.dead_letters or envelope.attempt == 1:

@@ -17,7 +17,15 @@ from pyspark.sql import SparkSession
 from qkit.errors import QueueError
 from qkit.spark.source import QkitDataSource
 
-__all__ = ["add_channel", "count", "in_words", "options_of", "parser", "session", "told"]
+__all__ = [
+    "add_channel",
+    "count",
+    "options_of",
+    "parser",
+    "plain_message",
+    "report_errors",
+    "session",
+]
 
 _TRACE: Final = "Traceback (most recent call last):"
 _AFTER_FRAMES: Final = re.compile(r"^\S.*", re.MULTILINE | re.DOTALL)
@@ -73,7 +81,7 @@ def options_of(given: argparse.Namespace, **more: str | None) -> dict[str, str]:
 def session(name: str) -> Generator[SparkSession]:
     """A session that knows ``format("qkit")``; its workers run the Python that runs this.
 
-    Its log is off: what fails is told once, by ``told``, and without traces of Java. So are its
+    Its log is off: ``report_errors`` reports what fails once, without traces of Java. So are its
     bars of progress: they would stand between the lines of a job.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -87,14 +95,14 @@ def session(name: str) -> Generator[SparkSession]:
 
 
 @contextmanager
-def told() -> Generator[None]:
-    """Say what went wrong in plain words: exit code 2 if nothing was begun, 1 if Spark failed."""
+def report_errors() -> Generator[None]:
+    """Print an error as plain text: exit code 2 if nothing was begun, 1 if Spark failed."""
     try:
         yield
     except (QueueError, OSError) as error:
         code, words = 2, str(error)
     except (PySparkException, Py4JJavaError) as error:
-        code, words = 1, in_words(str(error))
+        code, words = 1, plain_message(str(error))
     except KeyboardInterrupt:
         code, words = 130, "interrupted"
     else:
@@ -103,13 +111,13 @@ def told() -> Generator[None]:
     raise SystemExit(code)
 
 
-def in_words(text: str) -> str:
+def plain_message(text: str) -> str:
     """An error of Spark's without its traces: what a worker raised, if one did.
 
-    >>> in_words("[PATH_NOT_FOUND] Path does not exist: file:/x. SQLSTATE: 42K03")
+    >>> plain_message("[PATH_NOT_FOUND] Path does not exist: file:/x. SQLSTATE: 42K03")
     '[PATH_NOT_FOUND] Path does not exist: file:/x.'
-    >>> in_words('Failed: Traceback (most recent call last):\\n  File "a.py", line 1, in f\\n'
-    ...          "qkit.errors.ConfigError: 1 problem:\\n  - colour\\n SQLSTATE: 38000")
+    >>> plain_message('Failed: Traceback (most recent call last):\\n  File "a.py", line 1, in f\\n'
+    ...               "qkit.errors.ConfigError: 1 problem:\\n  - colour\\n SQLSTATE: 38000")
     '1 problem:\\n  - colour'
     """
     _, trace, after = text.rpartition(_TRACE)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from qkit._internal.ids import new_id
+from qkit._internal.loop_thread import LoopThread
 from qkit.errors import StorageError
 from qkit.message import Envelope
 from qkit.native.bulk import published_jobs
@@ -16,7 +17,6 @@ from qkit.native.log.record import Publish
 from qkit.native.log.retention import is_retained, retain
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists_in_log, import_waiting
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
 from qkit.spark.sinks import native_path
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeLog"]
 
-REFRESH: Final = 60.0  # seconds after which a reader says again that it still reads
+REFRESH_SECONDS: Final = 60.0  # between two renewals of what is kept for a reader
 
 
 class NativeLog:
@@ -58,8 +58,8 @@ class NativeLog:
             start, queues = chosen.end, chosen.queues
         return _offset(name, start, queues)
 
-    def stop_here(self) -> None:
-        """From now on go no further than what there is now."""
+    def limit_to_available(self) -> None:
+        """From now on read only what is available now."""
         self._import()
         self._last = self._follower.plan(LogPosition(), frozenset()).end
 
@@ -81,7 +81,7 @@ class NativeLog:
             return dict(start)
         return _offset(str(start["reader"]), chosen.end, chosen.queues)
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[LogRange]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[LogRange]:
         """What tasks are to read."""
         self._keep(str(start["reader"]), _place(start).segment)
         return self._follower.plan(_place(start), _queues(start), stop=_place(end)).ranges
@@ -97,12 +97,16 @@ class NativeLog:
         """What was committed in bulk before now is in the log when this returns."""
         check_directory(self._plan)
         if published_jobs(self._path):
-            with LoopThread() as loop:
-                loop.call(import_waiting(self._plan))
+            with LoopThread("qkit-spark") as loop:
+                loop.call(lambda: import_waiting(self._plan))
 
     def _keep(self, name: str, segment: int, *, new: bool = False) -> None:
         now = time.time()
-        if self._kept is not None and self._kept[0] == segment and now < self._kept[1] + REFRESH:
+        if (
+            self._kept is not None
+            and self._kept[0] == segment
+            and now < self._kept[1] + REFRESH_SECONDS
+        ):
             return
         if self._kept is None and not new and not is_retained(self._path, name):
             raise StorageError(

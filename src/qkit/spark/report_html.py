@@ -9,7 +9,7 @@ from typing import Final
 
 from qkit.spark.report import Report
 
-__all__ = ["page"]
+__all__ = ["render_report"]
 
 TOP: Final = 12  # rows of a chart
 DAY: Final = 24  # columns of the chart by hour: at least a day,
@@ -17,8 +17,8 @@ WEEK: Final = 168  # and at most a week
 HOUR: Final = timedelta(hours=1)
 
 
-def page(report: Report) -> str:
-    """The page; every text in it is escaped."""
+def render_report(report: Report) -> str:
+    """Return the HTML page of a report; every text in it is escaped."""
     return f"""<!doctype html>
 <html lang=en>
 <meta charset=utf-8>

@@ -20,17 +20,17 @@ from qkit.sending.envelope_builder import SendOptions, build_encoded_envelope
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
 
-__all__ = ["Bodies", "ids", "is_about_the_row", "shown"]
+__all__ = ["RowEncoder", "is_row_error", "message_ids", "preview"]
 
 _BYTES: Final = "application/octet-stream"
 _ROW: Final = 500  # characters of a row that an error shows
 _ROWS: Final = 1 << 28  # rows that one millisecond of ids has room for
 
 
-def ids(job: str, partition: int, started: float) -> Iterator[str]:
-    """The ids of a partition's messages: of the usual form, and the same when a task is retried.
+def message_ids(job: str, partition: int, started: float) -> Iterator[str]:
+    """Yield the ids of a partition's messages, of the usual form; a retried task gets the same.
 
-    >>> numbers = ids("load-1", 3, 1_700_000_000.0)
+    >>> numbers = message_ids("load-1", 3, 1_700_000_000.0)
     >>> next(numbers), next(numbers)
     ('018bcfe568007ba08805000030000000', '018bcfe568007ba08805000030000001')
     """
@@ -43,8 +43,8 @@ def ids(job: str, partition: int, started: float) -> Iterator[str]:
         milliseconds += 1
 
 
-class Bodies:
-    """Makes envelopes of rows; checks what ``QueueService.send`` would check."""
+class RowEncoder:
+    """Encodes rows as envelopes; checks what ``QueueService.send`` would check."""
 
     def __init__(self, plan: Plan, columns: Columns, route: Route) -> None:
         self._kind = columns.kind
@@ -98,15 +98,15 @@ class Bodies:
         return letter.to_envelope()
 
 
-def is_about_the_row(error: Exception) -> bool:
-    """Whether another row might do; else the whole write is impossible."""
+def is_row_error(error: Exception) -> bool:
+    """Return whether the error concerns this row only; else the whole write is impossible."""
     return isinstance(error, QueueError | ValueError) and not isinstance(
         error, Unsupported | ConfigError
     )
 
 
-def shown(body: object, options: SendOptions) -> str:
-    """A row as an error shows it: whole if it is short."""
+def preview(body: object, options: SendOptions) -> str:
+    """Return a row as an error shows it, cut if it is long."""
     text = (body if isinstance(body, bytes) else _readable(body)).decode(errors="replace")
     text += f" with {options}" if options else ""
     return text if len(text) <= _ROW else f"{text[: _ROW - 1]}…"

@@ -12,7 +12,7 @@ from qkit.message import Envelope
 from qkit.native.bulk import BulkWriter
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX
 from qkit.spark.options import Plan
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 
 __all__ = ["ATTEMPTS", "BrokerSink", "BulkSink", "Sink", "is_bulk", "native_path"]
 
@@ -20,7 +20,7 @@ ATTEMPTS: Final = 1_000  # parts of a bulk file that one partition has for its a
 
 
 class Sink(Protocol):
-    """Takes messages until it is finished or given up."""
+    """Takes messages until it is finished or aborted."""
 
     lasting: bool  # whether what was taken stays when the task fails
 
@@ -28,7 +28,7 @@ class Sink(Protocol):
         """Hand messages over; they are safe when ``finish`` returns, at the latest."""
         ...
 
-    def bury(self, letters: Sequence[Envelope]) -> None:
+    def dead_letter(self, letters: Sequence[Envelope]) -> None:
         """The same for dead letters of the channel."""
         ...
 
@@ -36,8 +36,8 @@ class Sink(Protocol):
         """All was handed over."""
         ...
 
-    def give_up(self) -> None:
-        """The task failed: leave nothing behind that can be taken back."""
+    def abort(self) -> None:
+        """Remove what can be removed: the task failed."""
         ...
 
 
@@ -71,7 +71,7 @@ class BulkSink:
         if route.spec.dead_letter != route.queue + DEAD_LETTER_SUFFIX:
             config["dead_letter"] = route.spec.dead_letter
         self._writer.declare(route.queue, config)
-        self._buries = False
+        self._letters_declared = False
         self._letter_config: dict[str, object] = {
             "max_depth": plan.settings.dead_letter.max_size,
             "max_deliveries": None,
@@ -98,18 +98,18 @@ class BulkSink:
                 message_id=item.id,
             )
 
-    def bury(self, letters: Sequence[Envelope]) -> None:
+    def dead_letter(self, letters: Sequence[Envelope]) -> None:
         """Add them to the part, for the dead-letter queue."""
-        if not self._buries:
+        if not self._letters_declared:
             self._writer.declare(self._letters, self._letter_config)
-            self._buries = True
+            self._letters_declared = True
         self._put(self._letters, letters)
 
     def finish(self) -> None:
         """The part is on the disk."""
         self._writer.close()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """The part is gone."""
         self._writer.abort()
 
@@ -119,23 +119,23 @@ class BrokerSink:
 
     lasting = True
 
-    def __init__(self, plan: Plan, outlet: Outlet, route: Route) -> None:
+    def __init__(self, plan: Plan, sender: TaskSender, route: Route) -> None:
         self._route = route
-        self._outlet = outlet.open()
+        self._sender = sender.open()
         self._plan = plan
 
     def send(self, envelopes: Sequence[Envelope]) -> None:
         """Confirmed when this returns."""
-        self._outlet.send(self._route, envelopes)
+        self._sender.send(self._route, envelopes)
 
-    def bury(self, letters: Sequence[Envelope]) -> None:
+    def dead_letter(self, letters: Sequence[Envelope]) -> None:
         """Confirmed when this returns."""
-        self._outlet.send(self._outlet.route(self._plan.letters), letters)
+        self._sender.send(self._sender.route(self._plan.letters), letters)
 
     def finish(self) -> None:
         """Disconnect."""
-        self._outlet.close()
+        self._sender.close()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Disconnect."""
-        self._outlet.close()
+        self._sender.close()

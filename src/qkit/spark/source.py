@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from qkit.errors import ConfigError
-from qkit.spark.batch_reader import Snapshot
+from qkit.spark.batch_reader import BatchReader
 from qkit.spark.columns import columns_of
 from qkit.spark.options import plan_of
 from qkit.spark.rows import check_schema, schema_of
@@ -32,11 +32,11 @@ class QkitDataSource(DataSource):
         """The columns of what is read."""
         return schema_of(plan_of(self.options))
 
-    def reader(self, schema: StructType) -> Snapshot:
+    def reader(self, schema: StructType) -> BatchReader:
         """For ``spark.read``."""
         plan = plan_of(self.options)
         check_schema(schema, plan)
-        return Snapshot(plan)
+        return BatchReader(plan)
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802  Spark's name
         """For ``spark.readStream``."""

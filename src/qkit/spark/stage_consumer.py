@@ -1,4 +1,4 @@
-"""Claiming messages for stages: a subscription in a thread of its own, from batch to batch."""
+"""Consumer that fills stages: one subscription, kept from batch to batch in a loop thread."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ from typing import Final
 from qkit._internal.clock import SystemClock
 from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
+from qkit._internal.loop_thread import LoopThread
 from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
 from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable, QueueError
 from qkit.message import Envelope
 from qkit.spark.existing import exists, start_for_reading
-from qkit.spark.loop_thread import LoopThread
 from qkit.spark.options import Plan
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 
-__all__ = ["PREFETCH", "Claiming"]
+__all__ = ["PREFETCH", "StageConsumer"]
 
 PREFETCH: Final = 1_000
-QUIET: Final = 0.2  # seconds without a message after which there are none
-GATHERING: Final = 2.0  # seconds for one stage to fill: leases run, and Spark waits for its batch
-JOINING: Final = 5.0  # the same for a new subscription, which a broker may first let into a group
-GIVE_UP: Final = 5.0  # seconds to close what is broken
+IDLE_TIMEOUT_SECONDS: Final = 0.2  # without a message, after which there are none
+FILL_TIMEOUT_SECONDS: Final = 2.0  # for one stage: leases run, and Spark waits for its batch
+FIRST_FILL_TIMEOUT_SECONDS: Final = 5.0  # for the first message: joining a group takes time
+CLOSE_TIMEOUT_SECONDS: Final = 5.0  # of a broken connection
 UNKNOWN: Final = 1 << 60  # the depth of what does not tell its own
 
 
-class Claiming:
-    """Takes messages, has them kept, and acknowledges them: in this order.
+class StageConsumer:
+    """Receives messages, lets the caller keep them, then acknowledges them.
 
     When the broker goes away a call raises ``BackendUnavailable``, and the next connects anew.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._loop = LoopThread()
+        self._loop = LoopThread("qkit-spark")
         self._stack: AsyncExitStack | None = None
         self._subscription: Subscription | None = None
-        self._patience = JOINING
+        self._timeout = FIRST_FILL_TIMEOUT_SECONDS
 
     def depth(self) -> int:
         """How many messages wait now; ``UNKNOWN`` where the backend cannot tell."""
-        return self._loop.call(self._depth())
+        return self._loop.call(self._depth)
 
     def take(self, limit: int, keep: Callable[[Sequence[Envelope]], None]) -> int:
         """Up to ``limit`` messages to ``keep``; acknowledged once that returned. How many.
 
         Fewer than ``PREFETCH``, and than ``limit``, if no more came in a while.
         """
-        return self._loop.call(self._take(limit, keep))
+        return self._loop.call(lambda: self._take(limit, keep))
 
     def close(self) -> None:
         """Leave the broker and end the thread."""
-        self._loop.call(self._close())
+        self._loop.call(self._close)
         self._loop.close()
 
     async def _depth(self) -> int:
@@ -89,12 +89,12 @@ class Claiming:
 
     async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
         """What comes until there is quiet, or for a while."""
-        patience, self._patience = self._patience, QUIET
-        found = await _within(patience, subscription.receive(limit))
+        timeout, self._timeout = self._timeout, IDLE_TIMEOUT_SECONDS
+        found = await _within(timeout, subscription.receive(limit))
         time = asyncio.get_running_loop().time
-        until = time() + GATHERING
+        until = time() + FILL_TIMEOUT_SECONDS
         while 0 < len(found) < limit and time() < until:
-            more = await _within(QUIET, subscription.receive(limit - len(found)))
+            more = await _within(IDLE_TIMEOUT_SECONDS, subscription.receive(limit - len(found)))
             if not more:
                 break
             found += more
@@ -107,7 +107,7 @@ class Claiming:
         on Kafka the topic of retries.
         """
         if self._subscription is None:
-            route = Outlet(self._plan.settings).route(
+            route = TaskSender(self._plan.settings).route(
                 self._plan.name, broadcast=self._plan.broadcast
             )
             backend = open_backend(self._plan.settings, SystemClock())
@@ -133,14 +133,14 @@ class Claiming:
             except BaseException:
                 await stack.aclose()
                 raise
-            self._stack, self._patience = stack, JOINING
+            self._stack, self._timeout = stack, FIRST_FILL_TIMEOUT_SECONDS
         return self._subscription
 
     async def _close(self) -> None:
         stack, self._stack, self._subscription = self._stack, None, None
         if stack is not None:
             try:
-                async with asyncio.timeout(GIVE_UP):
+                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await stack.aclose()
             except (QueueError, TimeoutError, OSError) as error:
                 logger.warning("%s: closing what was lost: %s", self._plan.channel, error)

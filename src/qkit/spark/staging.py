@@ -25,13 +25,13 @@ from qkit.message import Envelope
 from qkit.native.log.disk import sync_path
 from qkit.spark import rows
 from qkit.spark.options import Plan
-from qkit.spark.stage_consumer import PREFETCH, Claiming
+from qkit.spark.stage_consumer import PREFETCH, StageConsumer
 
-__all__ = ["Stage", "StageFile", "read"]
+__all__ = ["StageFile", "StagingArea", "read"]
 
-MOST: Final = 100_000  # messages of a batch, unless told otherwise
-TASK: Final = 10  # stages that one task reads
-PATIENCE: Final = 10.0  # seconds for a stream that was just stopped to let its stages go
+DEFAULT_MAX_ROWS: Final = 100_000  # of a batch
+STAGES_PER_TASK: Final = 10
+LOCK_TIMEOUT_SECONDS: Final = 10.0  # for a stream that was just stopped to release its lock
 
 
 _TOKEN: Final = "qkit-stage"
@@ -44,7 +44,7 @@ class StageFile(NamedTuple):
     token: str | None
 
 
-class Stage:
+class StagingArea:
     """Fills stages and hands them out; lives in the driver's process as long as the stream."""
 
     def __init__(self, plan: Plan) -> None:
@@ -56,7 +56,7 @@ class Stage:
             )
         self._plan = plan
         self._directory = Path(plan.stage)
-        self._claiming: Claiming | None = None
+        self._consumer: StageConsumer | None = None
         self._budget: int | None = None  # for who asks for what is there now, and no more
         self._lock: int | None = None
 
@@ -66,10 +66,10 @@ class Stage:
         staged = self._staged()
         return {"stage": staged[0] - 1 if staged else 0}
 
-    def stop_here(self) -> None:
+    def limit_to_available(self) -> None:
         """Take no more than what is there now."""
         self._own()
-        self._budget = self._reached().depth()
+        self._budget = self._get_consumer().depth()
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
         """Stage what there is; what was staged before and never handed out goes first.
@@ -82,14 +82,14 @@ class Stage:
         staged = self._staged()
         if staged:
             return {"stage": staged[-1]}
-        return {"stage": self._fill(done, limit or MOST)}
+        return {"stage": self._fill(done, limit or DEFAULT_MAX_ROWS)}
 
     def _fill(self, number: int, wanted: int) -> int:
         """Stage what waits, up to ``wanted`` messages; the number of the last stage."""
         if self._budget is not None:
             wanted = min(wanted, self._budget)
         while wanted > 0:
-            count = self._reached().take(wanted, partial(self._write, number + 1))
+            count = self._get_consumer().take(wanted, partial(self._write, number + 1))
             number += bool(count)
             if self._budget is not None:
                 self._budget = self._budget - count if count else 0
@@ -98,7 +98,7 @@ class Stage:
             wanted -= count
         return number
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[StageFile]]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[list[StageFile]]:
         """The files of the stages between, as tasks are to read them."""
         files = [
             self._file(number) for number in range(int(start["stage"]) + 1, int(end["stage"]) + 1)
@@ -112,7 +112,7 @@ class Stage:
                 queue=self._plan.channel,
             )
         found = [StageFile(str(file), _token_of(file)) for file in files]
-        return [found[at : at + TASK] for at in range(0, len(found), TASK)]
+        return [found[at : at + STAGES_PER_TASK] for at in range(0, len(found), STAGES_PER_TASK)]
 
     def commit(self, end: Mapping[str, Any]) -> None:
         """Spark will not ask for these again."""
@@ -120,9 +120,9 @@ class Stage:
 
     def close(self) -> None:
         """Let go of the broker and the directory; idempotent."""
-        claiming, self._claiming = self._claiming, None
-        if claiming is not None:
-            claiming.close()
+        consumer, self._consumer = self._consumer, None
+        if consumer is not None:
+            consumer.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -135,7 +135,7 @@ class Stage:
             return
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while True:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,10 +178,10 @@ class Stage:
         temporary.rename(file)
         sync_path(self._directory)
 
-    def _reached(self) -> Claiming:
-        if self._claiming is None:
-            self._claiming = Claiming(self._plan)
-        return self._claiming
+    def _get_consumer(self) -> StageConsumer:
+        if self._consumer is None:
+            self._consumer = StageConsumer(self._plan)
+        return self._consumer
 
 
 def read(files: Sequence[StageFile]) -> Iterator[pa.RecordBatch]:

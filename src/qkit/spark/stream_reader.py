@@ -24,7 +24,7 @@ from qkit.spark.broker_log import BrokerLog, Span
 from qkit.spark.native_log import NativeLog
 from qkit.spark.options import Plan
 from qkit.spark.sinks import is_bulk
-from qkit.spark.staging import Stage
+from qkit.spark.staging import StagingArea
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["StreamReader"]
 
 
-class Replayable(Protocol):
-    """Where a stream's messages come from; offsets are plain JSON, and Spark keeps them."""
+class ReplayableSource(Protocol):
+    """Source of a stream's messages; offsets are plain JSON, and Spark keeps them."""
 
     def initial(self) -> dict[str, Any]:
         """Where a new stream begins."""
         ...
 
-    def stop_here(self) -> None:
-        """From now on go no further than what there is now."""
+    def limit_to_available(self) -> None:
+        """From now on read only what is available now."""
         ...
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
         """An end with at most ``limit`` messages before it; ``start`` if there are none."""
         ...
 
-    def pieces(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[object]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[object]:
         """What tasks are to read: the same again for the same offsets, until ``commit``."""
         ...
 
@@ -71,16 +71,16 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._found: Replayable | None = None
+        self._found: ReplayableSource | None = None
         self._waits = False
-        self._stops_here = False
+        self._limited_to_available = False
         _source_of(plan)  # refuses now what would fail later
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_found": None}
 
     @property
-    def _source(self) -> Replayable:
+    def _source(self) -> ReplayableSource:
         if self._found is None:
             self._found = _source_of(self._plan)
         return self._found
@@ -96,8 +96,8 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802  Spark's name
         """Take what is there now, then end."""
-        self._stops_here = True
-        self._source.stop_here()
+        self._limited_to_available = True
+        self._source.limit_to_available()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802  Spark's name
         """The end of the next batch."""
@@ -109,14 +109,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 raise
             logger.warning("%s: no messages for now: %s", self._plan.channel, error)
             return start
-        self._waits = not self._stops_here
+        self._waits = not self._limited_to_available
         return end
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """What tasks are to read."""
         if start == end:
             return []
-        return [InputPartition(piece) for piece in self._source.pieces(start, end)]
+        return [InputPartition(piece) for piece in self._source.ranges(start, end)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task."""
@@ -137,11 +137,11 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             self._found.close()
 
 
-def _source_of(plan: Plan) -> Replayable:
+def _source_of(plan: Plan) -> ReplayableSource:
     if plan.consume:
-        return Stage(plan)
+        return StagingArea(plan)
     if is_bulk(plan):
         return NativeLog(plan)
     if isinstance(open_backend(plan.settings, SystemClock()), Log):
         return BrokerLog(plan)
-    return Stage(plan)
+    return StagingArea(plan)

@@ -25,12 +25,12 @@ from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
 
-__all__ = ["Outlet"]
+__all__ = ["TaskSender"]
 
 BACKOFF: Final = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
 
 
-class Outlet:
+class TaskSender:
     """Sends envelopes: declared channels, deadline, retries and breaker, as a service does.
 
     Nothing is connected before ``open``; ``route`` works without.

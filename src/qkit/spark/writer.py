@@ -1,4 +1,4 @@
-"""Writing a DataFrame: tasks make messages of Arrow batches, the driver publishes or gives up.
+"""Writing a DataFrame: tasks make messages of Arrow batches, the driver publishes or aborts.
 
 The writer is made on the driver and travels to each task by pickle. For a batch it travels to the
 process in which Spark calls ``commit`` or ``abort`` as well; for a stream another is made there, of
@@ -33,25 +33,25 @@ from qkit.native import bulk
 from qkit.native.bulk_jobs import commit_once, job_name
 from qkit.spark.columns import Columns
 from qkit.spark.options import Plan
-from qkit.spark.row_encoder import Bodies, ids, is_about_the_row, shown
+from qkit.spark.row_encoder import RowEncoder, is_row_error, message_ids, preview
 from qkit.spark.sinks import ATTEMPTS, BrokerSink, BulkSink, Sink, is_bulk, native_path
-from qkit.spark.task_sender import Outlet
+from qkit.spark.task_sender import TaskSender
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["BatchWriter", "StreamWriter", "Task", "TaskDone"]
+__all__ = ["BatchWriter", "StreamWriter", "Task", "TaskResult"]
 
-GROUP: Final = 500  # messages handed over together
+SEND_BATCH_SIZE: Final = 500
 STAGED: Final = "spark-"  # what bulk files are called while Spark's tasks write them
-STALE: Final = 7 * 86_400.0  # seconds after which one that a killed driver left behind goes
+STALE_AFTER_SECONDS: Final = 7 * 86_400.0  # then a bulk file of a killed driver is removed
 _BATCH: Final = "streaming.sql.batchId"
 _QUERY: Final = "sql.streaming.queryId"
 
 
 @dataclass(slots=True)
-class TaskDone(WriterCommitMessage):
-    """What a task tells the driver: the job, and where its part is staged until it counts."""
+class TaskResult(WriterCommitMessage):
+    """A task's message to the driver: its job, the staged part, and its counts."""
 
     job: str
     staged: str
@@ -69,8 +69,8 @@ class _Writer:
         self._columns = columns
         self._started = time.time()
         # Refuse on the driver what the tasks could not do.
-        route = Outlet(plan.settings).route(plan.channel, broadcast=plan.broadcast)
-        Bodies(plan, columns, route)
+        route = TaskSender(plan.settings).route(plan.channel, broadcast=plan.broadcast)
+        RowEncoder(plan, columns, route)
         self._queue = route.queue
         self._identity: str | None = None  # of the native directory: tasks compare it
         if is_bulk(plan):
@@ -79,34 +79,34 @@ class _Writer:
                 job_name(plan.job_id, route.queue)
             self._identity = bulk.identity(path)
 
-    def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> TaskDone:
+    def _write(self, batches: Iterator[pa.RecordBatch], job: str, staged: str) -> TaskResult:
         context = TaskContext.get()
         partition, attempt = (
             (0, 0) if context is None else (context.partitionId(), context.attemptNumber())
         )
         part = partition * ATTEMPTS + attempt % ATTEMPTS
-        outlet = Outlet(self._plan.settings)
-        route = outlet.route(self._plan.channel, broadcast=self._plan.broadcast)
-        bodies = Bodies(self._plan, self._columns, route)
-        sink = self.sink(outlet, route, staged, part)
-        task = Task(self._plan, self._columns, bodies, sink, partition)
+        sender = TaskSender(self._plan.settings)
+        route = sender.route(self._plan.channel, broadcast=self._plan.broadcast)
+        encoder = RowEncoder(self._plan, self._columns, route)
+        sink = self.sink(sender, route, staged, part)
+        task = Task(self._plan, self._columns, encoder, sink, partition)
         try:
-            task.run(batches, ids(job, partition, self._started))
+            task.run(batches, message_ids(job, partition, self._started))
             sink.finish()
         except BaseException:
-            sink.give_up()
+            sink.abort()
             raise
-        return TaskDone(job, staged, part, task.rows, task.dead_letters, outlet.unheard)
+        return TaskResult(job, staged, part, task.rows, task.dead_letters, sender.unheard)
 
-    def sink(self, outlet: Outlet, route: Route, staged: str, part: int) -> Sink:
+    def sink(self, sender: TaskSender, route: Route, staged: str, part: int) -> Sink:
         """Where the messages of one task go."""
         if self._identity is not None:
             bulk.check_identity(native_path(self._plan), self._identity)
             return BulkSink(self._plan, route, staged, part)
-        return BrokerSink(self._plan, outlet, route)
+        return BrokerSink(self._plan, sender, route)
 
     def _publish(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        done = _done(messages)
+        done = _results(messages)
         if not done:
             return
         rows, job = sum(task.rows for task in done), done[0].job
@@ -137,7 +137,7 @@ class _Writer:
             Path(self._plan.report).write_text(json.dumps(report))
         self._check_heard(sum(task.unheard for task in done), rows - letters)
 
-    def _publish_parts(self, done: Sequence[TaskDone]) -> bool:
+    def _publish_parts(self, done: Sequence[TaskResult]) -> bool:
         """Publish what the tasks wrote; whether it counts."""
         path, plan = Path(native_path(self._plan)), self._plan
         job, staged, parts = done[0].job, done[0].staged, {task.part for task in done}
@@ -176,9 +176,9 @@ class _Writer:
             )
         logger.warning("%s: %s", self._plan.channel, text)
 
-    def _give_up(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
+    def _abort(self, messages: Sequence[WriterCommitMessage | None], staged: str) -> None:
         """``staged`` may hold a star, for when no task has told the name."""
-        done = _done(messages)
+        done = _results(messages)
         if is_bulk(self._plan):
             path = native_path(self._plan)
             for left in (Path(path) / "inbox").glob(f".{done[0].staged if done else staged}"):
@@ -200,7 +200,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
         super().__init__(plan, columns)
         self._run = STAGED + new_id()
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskResult:
         """In a task: make messages of the rows and hand them over."""
         return self._write(iterator, self._plan.job_id or self._run, self._run)
 
@@ -210,7 +210,7 @@ class BatchWriter(_Writer, DataSourceArrowWriter):
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """On the driver: a task failed for good, or ``commit`` did."""
-        self._give_up(messages, self._run)
+        self._abort(messages, self._run)
 
 
 class StreamWriter(_Writer, DataSourceStreamArrowWriter):
@@ -221,10 +221,10 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
 
     def __init__(self, plan: Plan, columns: Columns, options: Mapping[str, str]) -> None:
         super().__init__(plan, columns)
-        told = repr(sorted(options.items())).encode()
-        self._mark = STAGED + blake2b(told, digest_size=8).hexdigest()
+        text = repr(sorted(options.items())).encode()
+        self._mark = STAGED + blake2b(text, digest_size=8).hexdigest()
 
-    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskDone:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskResult:
         """In a task: make messages of the rows and hand them over."""
         context = TaskContext.get()
         assert context is not None, "Spark runs this in a task"
@@ -237,18 +237,18 @@ class StreamWriter(_Writer, DataSourceStreamArrowWriter):
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803  Spark's name
         """On the driver: a task failed for good, or ``commit`` did."""
-        self._give_up(messages, f"{self._mark}-*-{batchId}")
+        self._abort(messages, f"{self._mark}-*-{batchId}")
 
 
 class Task:
     """The rows of one partition on their way; memory is flat in their number."""
 
     def __init__(
-        self, plan: Plan, columns: Columns, bodies: Bodies, sink: Sink, partition: int
+        self, plan: Plan, columns: Columns, encoder: RowEncoder, sink: Sink, partition: int
     ) -> None:
         self._plan = plan
         self._columns = columns
-        self._bodies = bodies
+        self._encoder = encoder
         self._sink = sink
         self._partition = partition
         self._sent = 0
@@ -257,7 +257,7 @@ class Task:
 
     def run(self, batches: Iterator[pa.RecordBatch], numbers: Iterator[str]) -> None:
         """Send every row, in order."""
-        make, is_fatal = self._bodies.envelope, self._plan.on_invalid == "fail"
+        make, is_fatal = self._encoder.envelope, self._plan.on_invalid == "fail"
         for batch in batches:
             group: list[Envelope] = []
             letters: list[Envelope] = []
@@ -266,19 +266,19 @@ class Task:
                 try:
                     group.append(make(id, body, options))
                 except Exception as error:
-                    if not is_about_the_row(error):
+                    if not is_row_error(error):
                         raise
                     if is_fatal:
                         self._send(group)
-                        raise self._invalid(shown(body, options), error) from error
-                    letters.append(self._bodies.dead_letter(id, body, options, error))
+                        raise self._invalid(preview(body, options), error) from error
+                    letters.append(self._encoder.dead_letter(id, body, options, error))
                 self.rows += 1
-                if len(group) == GROUP:
+                if len(group) == SEND_BATCH_SIZE:
                     self._send(group)
                     group = []
             self._send(group)
             if letters:
-                self._sink.bury(letters)
+                self._sink.dead_letter(letters)
                 self.dead_letters += len(letters)
 
     def _send(self, group: list[Envelope]) -> None:
@@ -300,16 +300,16 @@ class Task:
         )
 
 
-def _done(messages: Sequence[WriterCommitMessage | None]) -> list[TaskDone]:
-    """What those tasks told that came to their end."""
-    return [message for message in messages if isinstance(message, TaskDone)]
+def _results(messages: Sequence[WriterCommitMessage | None]) -> list[TaskResult]:
+    """Return the results of the tasks that completed."""
+    return [message for message in messages if isinstance(message, TaskResult)]
 
 
 def _sweep(directory: Path) -> None:
     """Remove what drivers that were killed left behind."""
     for left in directory.glob(f".{STAGED}*"):
         try:
-            if time.time() - left.stat().st_mtime > STALE:
+            if time.time() - left.stat().st_mtime > STALE_AFTER_SECONDS:
                 shutil.rmtree(left)
         except FileNotFoundError:  # another one sweeps too
             continue

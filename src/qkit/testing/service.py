@@ -25,7 +25,7 @@ from qkit.testing.clock import VirtualClock
 __all__ = ["Handled", "TestService"]
 
 T = TypeVar("T")
-MANY = 1_000_000
+PEEK_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class TestService:
                 backend.capabilities = MATRIX[column]
             await self._engine.__aenter__()
             self.service.replace_backend_for_testing(
-                backend, self.clock, wrap_handler=self._watched
+                backend, self.clock, wrap_handler=self._recorded
             )
             await self.service.start()
         except BaseException:
@@ -213,7 +213,7 @@ class TestService:
         settings = self.service.settings
         queue = settings.broker_name(settings.dead_letter_name(channel))
         try:
-            found = self._engine.catalogue.queue(queue, "peek").peek(MANY)
+            found = self._engine.catalogue.queue(queue, "peek").peek(PEEK_LIMIT)
         except QueueNotFound:
             return []
         return [replace(DeadLetter.from_envelope(item), channel=channel) for item in found]
@@ -223,8 +223,8 @@ class TestService:
         """As ``QueueService.metrics()``."""
         return self.service.metrics()
 
-    def _watched(self, handler: Handler) -> Handler:
-        """The same handler, with a record kept of its calls."""
+    def _recorded(self, handler: Handler) -> Handler:
+        """Return the handler with its calls recorded."""
         function = getattr(handler.call, "__func__", handler.call)
         calls = self._calls.setdefault(function, [])
         position: dict[str, int] = {param.kind: at for at, param in enumerate(handler.params)}
@@ -241,7 +241,7 @@ class TestService:
             message = cast("Message | list[Message] | None", part("message"))
             calls.append(Handled(part("body"), message, error))
 
-        async def watch_async(*args: object, **kwargs: object) -> object:
+        async def record_async(*args: object, **kwargs: object) -> object:
             try:
                 result = await cast("Awaitable[object]", handler.call(*args, **kwargs))
             except BaseException as error:
@@ -250,7 +250,7 @@ class TestService:
             note(args, kwargs, None)
             return result
 
-        def watch(*args: object, **kwargs: object) -> object:
+        def record(*args: object, **kwargs: object) -> object:
             try:
                 result = handler.call(*args, **kwargs)
             except BaseException as error:
@@ -259,5 +259,5 @@ class TestService:
             note(args, kwargs, None)
             return result
 
-        call = functools.wraps(function)(watch_async if handler.is_async else watch)
+        call = functools.wraps(function)(record_async if handler.is_async else record)
         return replace(handler, call=call)

@@ -19,9 +19,9 @@ from qkit._internal.logging import logger
 from qkit.errors import ConfigError
 from qkit.web.responses import failure
 
-__all__ = ["SECURITY_HEADERS", "Guard", "check"]
+__all__ = ["SECURITY_HEADERS", "AccessControl", "check"]
 
-READING = frozenset({"GET", "HEAD"})
+SAFE_METHODS = frozenset({"GET", "HEAD"})
 PROBES = frozenset({"/livez", "/readyz"})
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
@@ -60,8 +60,8 @@ def check(token: str | None, hosts: Collection[str]) -> None:
             )
 
 
-class Guard:
-    """An ASGI layer that refuses, and that adds the headers every answer must carry.
+class AccessControl:
+    """ASGI middleware that refuses requests and adds the security headers to every response.
 
     ``hosts`` are names under which the app may be reached beside loopback and the address that a
     connection really came in at; ``"*"`` allows all.
@@ -105,7 +105,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
-        reading = scope["method"] in READING
+        reading = scope["method"] in SAFE_METHODS
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if reading and path in PROBES:
             return None

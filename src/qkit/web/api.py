@@ -41,14 +41,14 @@ __all__ = [
     "Parameter",
     "ReplayRequest",
     "SendRequest",
-    "refuse_what_is_not_taken",
+    "reject_unknown_input",
 ]
 
 Model = TypeVar("Model", bound=BaseModel)
 
 DEFAULT_LIMIT = 50
 MAX_LIMIT = 1_000
-FRAME = 65_536  # bytes of a request around the body of the message in it
+REQUEST_OVERHEAD_BYTES = 65_536  # of a request, beside the body of the message in it
 
 
 class _Request(BaseModel):
@@ -90,14 +90,14 @@ LIMIT = Parameter(
     "How many at most.",
     {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
 )
-WHICH = {
+FILTERS = {
     "reason": Parameter(
         "Only those with this reason.", {"type": "string", "enum": [str(item) for item in Reason]}
     ),
     "error": Parameter("Only those whose error is of this type, or has this in its text."),
 }
 DELETED = {
-    **WHICH,
+    **FILTERS,
     "id": Parameter("Only these; may be repeated.", {"type": "array", "items": {"type": "string"}}),
     "failed_before": Parameter(
         "Only what had failed by then, in seconds since 1970: what fails meanwhile stays.",
@@ -130,7 +130,7 @@ class Api:
     def __init__(self, service: QueueService, sampler: Sampler) -> None:
         self._service = service
         self._sampler = sampler
-        self._max_request = 2 * service.settings.max_message_bytes + FRAME
+        self._max_request = 2 * service.settings.max_message_bytes + REQUEST_OVERHEAD_BYTES
 
     def endpoints(self) -> list[Endpoint]:
         """Every operation, in the order of the document."""
@@ -170,7 +170,7 @@ class Api:
             ),
             Endpoint(
                 method="GET", path=letters, handle=self.letters, returns=DeadLetterList,
-                summary="The oldest dead letters.", query={"limit": LIMIT, **WHICH},
+                summary="The oldest dead letters.", query={"limit": LIMIT, **FILTERS},
             ),
             Endpoint(
                 method="POST", path=f"{letters}/replay", handle=self.replay, returns=Replayed,
@@ -183,17 +183,17 @@ class Api:
         ]  # fmt: skip
 
     async def overview(self, request: Request) -> Response:
-        return answer(await self._sampler.look())
+        return answer(await self._sampler.sample())
 
     async def token(self, request: Request) -> Response:
         return answer(TokenCheck(valid=True))  # a wrong one did not come so far
 
     async def queues(self, request: Request) -> Response:
-        return answer((await self._sampler.look()).queues, shape=list[QueueView])
+        return answer((await self._sampler.sample()).queues, shape=list[QueueView])
 
     async def queue(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for view in (await self._sampler.look()).queues:
+        for view in (await self._sampler.sample()).queues:
             if view.name == name:
                 return answer(view)
         raise QueueNotFound(f"no queue {name!r}", operation="stats", queue=name)
@@ -226,7 +226,7 @@ class Api:
             raise  # some of them are ValueErrors too
         except ValueError as error:
             raise HTTPException(422, str(error)) from error
-        self._sampler.forget()
+        self._sampler.invalidate()
         return answer(SentView(message_id=sent.message_id, position=sent.position), 201)
 
     async def pause(self, request: Request) -> Response:
@@ -238,7 +238,7 @@ class Api:
         return self._steered(request)
 
     def _steered(self, request: Request) -> Response:
-        self._sampler.forget()
+        self._sampler.invalidate()
         name = request.path_params["name"]
         consumers = self._service.health_check().consumers
         return answer(Steered(consumers=[item for item in consumers if item.channel == name]))
@@ -259,20 +259,20 @@ class Api:
         count = await (await self._letters(request)).replay(
             wanted.ids, reason=wanted.reason, error=wanted.error, limit=wanted.limit
         )
-        self._sampler.forget()
+        self._sampler.invalidate()
         return answer(Replayed(replayed=count))
 
     async def purge(self, request: Request) -> Response:
         letters = await self._letters(request)
         ids = request.query_params.getlist("id") or None
         reason, error = _reason(request), request.query_params.get("error")
-        _check_meant(request, chosen=bool(ids or reason or error))
+        _require_confirmation(request, chosen=bool(ids or reason or error))
         before = _moment(request, "failed_before")
         if before is not None:
             found = await letters.list(MAX_LISTED, reason=reason, error=error, ids=ids)
             ids = [item.message_id for item in found if item.last_failed_at <= before]
         count = await letters.purge(ids, reason=reason, error=error)
-        self._sampler.forget()
+        self._sampler.invalidate()
         return answer(Purged(purged=count))
 
     async def _body(self, request: Request, model: type[Model]) -> Model:
@@ -292,8 +292,8 @@ class Api:
             raise HTTPException(422, describe_errors(error, "the request")) from None
 
 
-async def refuse_what_is_not_taken(endpoint: Endpoint, request: Request) -> None:
-    """422 for a word or a body that would be ignored: it was meant to say something."""
+async def reject_unknown_input(endpoint: Endpoint, request: Request) -> None:
+    """Answer 422 to a query parameter or a body that would be ignored."""
     for name, value in request.query_params.multi_items():
         if name not in endpoint.query:
             known = ", ".join(endpoint.query) or "none"
@@ -309,8 +309,8 @@ async def refuse_what_is_not_taken(endpoint: Endpoint, request: Request) -> None
                 raise HTTPException(422, "this takes no body; what is meant stands in the query")
 
 
-def _check_meant(request: Request, *, chosen: bool) -> None:
-    """Deleting everything takes a word of its own, so that no slip of the pen can mean it."""
+def _require_confirmation(request: Request, *, chosen: bool) -> None:
+    """Require ``all=true`` for deleting everything, so that it never happens by mistake."""
     everything = request.query_params.get("all")
     if everything not in (None, "true"):
         raise HTTPException(422, f"all: write all=true, not {everything[:20]!r}")

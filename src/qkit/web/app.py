@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import PurePath
@@ -19,9 +19,9 @@ from qkit.asyncapi import document as asyncapi_document
 from qkit.errors import ConfigError, QueueError
 from qkit.service import QueueService
 from qkit.web import probes
-from qkit.web.access_control import Guard, check
-from qkit.web.api import Api, Endpoint, refuse_what_is_not_taken
-from qkit.web.event_stream import Streams
+from qkit.web.access_control import AccessControl, check
+from qkit.web.api import Api, Endpoint, reject_unknown_input
+from qkit.web.event_stream import EventStreams
 from qkit.web.exposition import CONTENT_TYPE, exposition
 from qkit.web.openapi import document as openapi_document
 from qkit.web.responses import failure, from_error
@@ -56,8 +56,23 @@ def create_app(
         )
     check(token, hosts)
     sampler = Sampler(service, writable=token is not None)
-    streams = Streams(service, sampler)
     endpoints = Api(service, sampler).endpoints()
+    pages = _service_pages(service, sampler, endpoints) | _dashboard_files()
+    return Starlette(
+        routes=[
+            *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
+            *map(_route, endpoints),
+        ],
+        middleware=[Middleware(AccessControl, token=token, hosts=hosts)],
+        exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
+    )
+
+
+def _service_pages(
+    service: QueueService, sampler: Sampler, endpoints: Sequence[Endpoint]
+) -> dict[str, Handle]:
+    """Return probes, metrics, documents and the event stream, by path."""
+    streams = EventStreams(service, sampler)
 
     async def live(request: Request) -> Response:
         return probes.liveness(service)
@@ -69,7 +84,7 @@ def create_app(
         return probes.health(service)
 
     async def metrics(request: Request) -> Response:
-        return Response(exposition(service, await sampler.look()), media_type=CONTENT_TYPE)
+        return Response(exposition(service, await sampler.sample()), media_type=CONTENT_TYPE)
 
     async def events(request: Request) -> Response:
         return streams.response()
@@ -80,7 +95,7 @@ def create_app(
     async def asyncapi(request: Request) -> Response:
         return _json(asyncapi_document(service))
 
-    pages: dict[str, Handle] = {
+    return {
         "/livez": live,
         "/readyz": ready,
         "/health": health,
@@ -88,24 +103,21 @@ def create_app(
         "/openapi.json": openapi,
         "/asyncapi.json": asyncapi,
         "/api/events": events,
-        "/": _asset(STATIC / "index.html", "text/html"),
     }
+
+
+def _dashboard_files() -> dict[str, Handle]:
+    """Return the files of the dashboard, by path."""
+    pages = {"/": _asset(STATIC / "index.html", "text/html")}
     for file in STATIC.iterdir():
         if (suffix := PurePath(file.name).suffix) in KINDS:
             pages[f"/static/{file.name}"] = _asset(file, KINDS[suffix])
-    return Starlette(
-        routes=[
-            *(Route(path, handle, methods=["GET"]) for path, handle in pages.items()),
-            *map(_route, endpoints),
-        ],
-        middleware=[Middleware(Guard, token=token, hosts=hosts)],
-        exception_handlers={HTTPException: _http_error, QueueError: _queue_error},
-    )
+    return pages
 
 
 def _route(endpoint: Endpoint) -> Route:
     async def handle(request: Request) -> Response:
-        await refuse_what_is_not_taken(endpoint, request)
+        await reject_unknown_input(endpoint, request)
         return await endpoint.handle(request)
 
     return Route(endpoint.path, handle, methods=[endpoint.method])

@@ -18,14 +18,14 @@ from qkit.service import QueueService
 from qkit.web.responses import failure, to_json
 from qkit.web.sampler import Sampler
 
-__all__ = ["Streams"]
+__all__ = ["EventStreams"]
 
-EVERY = 1.0
-RETRY = 1_000  # milliseconds after which a browser asks again
+INTERVAL_SECONDS = 1.0  # between two overviews
+RETRY_MILLISECONDS = 1_000  # after which a browser asks again
 MAX_STREAMS = 50
 
 
-class Streams:
+class EventStreams:
     """The open streams of one app, bounded in number."""
 
     def __init__(self, service: QueueService, sampler: Sampler) -> None:
@@ -44,15 +44,15 @@ class Streams:
         self._open += 1
         was_stopping = self._service.stopping
         try:
-            overview = await self._sampler.look()
-            yield f"retry: {RETRY}\n".encode()
+            overview = await self._sampler.sample()
+            yield f"retry: {RETRY_MILLISECONDS}\n".encode()
             yield _event("history", json.dumps(self._sampler.history()).encode())
             while True:
                 yield _event("overview", to_json(overview))
                 if self._over(was_stopping):
                     return
-                await asyncio.sleep(EVERY)
-                overview = await self._sampler.look()
+                await asyncio.sleep(INTERVAL_SECONDS)
+                overview = await self._sampler.sample()
         finally:
             self._open -= 1
 

@@ -32,14 +32,14 @@ def lifespan(service: QueueService) -> Lifespan:
     @asynccontextmanager
     async def live(app: Starlette) -> AsyncGenerator[dict[str, object], None]:
         async with service:
-            with _heed_signals(service):
+            with _forward_signals(service):
                 yield {"service": service}
 
     return live
 
 
 @contextlib.contextmanager
-def _heed_signals(service: QueueService) -> Generator[None, None, None]:
+def _forward_signals(service: QueueService) -> Generator[None, None, None]:
     """Tell the service of a signal before the server's own handler has it."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -47,7 +47,7 @@ def _heed_signals(service: QueueService) -> Generator[None, None, None]:
     loop = asyncio.get_running_loop()
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def heed(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: so is the service
             loop.call_soon_threadsafe(service.stop)
         handler = previous[signal.Signals(number)]
@@ -55,12 +55,12 @@ def _heed_signals(service: QueueService) -> Generator[None, None, None]:
             handler(number, frame)
 
     # Where there is no handler in Python the default ends the process, and that is not ours.
-    heeded = [number for number, handler in previous.items() if callable(handler)]
-    for number in heeded:
-        signal.signal(number, heed)
+    forwarded = [number for number, handler in previous.items() if callable(handler)]
+    for number in forwarded:
+        signal.signal(number, forward)
     try:
         yield
     finally:
-        for number in heeded:
-            if signal.getsignal(number) is heed:
+        for number in forwarded:
+            if signal.getsignal(number) is forward:
                 signal.signal(number, previous[number])

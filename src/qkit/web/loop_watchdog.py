@@ -1,11 +1,11 @@
-"""Somebody to answer while the event loop does not: a thread at the same door.
+"""Watchdog thread that answers 503 while the event loop is blocked.
 
-A blocked loop cannot say that it is blocked, and to a probe silence may mean anything. So a thread
-watches the loop's pulse, and while there is none it takes the connections that come in and answers
-503 to each. It also logs where the loop hangs, once.
+A blocked loop answers no probe. The thread counts the loop's heartbeats; while there are none it
+accepts connections on the server's own socket and answers each with 503. It logs the stack of the
+blocked loop once.
 
-A handler that blocks while it holds the interpreter's lock silences the thread too; then the
-probe's own time-out has to do.
+A handler that blocks while it holds the interpreter's lock blocks this thread too. Then only the
+probe's own timeout reports it.
 """
 
 from __future__ import annotations
@@ -23,34 +23,38 @@ from typing import Self
 
 from qkit._internal.logging import logger
 
-__all__ = ["StandIn"]
+__all__ = ["LoopWatchdog"]
 
-PULSE = 0.5  # seconds
-BLOCKED_AFTER = 3.0  # seconds without a pulse
-REQUEST_LIMIT = 8_192
-REQUEST_PATIENCE = 1.0
+HEARTBEAT_SECONDS = 0.5
+BLOCKED_AFTER_SECONDS = 3.0  # without a heartbeat
+MAX_REQUEST_BYTES = 8_192
+REQUEST_TIMEOUT_SECONDS = 1.0
 
 
-class StandIn:
-    """Watches the running loop for as long as the context lasts, and answers in its place.
+class LoopWatchdog:
+    """Watch the running loop while the context is open, and answer in its place.
 
-    ``listener`` is the socket on which the loop's server listens; both may accept from it.
+    Args:
+        listener: Socket on which the loop's server listens; both accept from it.
+        blocked_after: Seconds without a heartbeat after which the loop counts as blocked.
     """
 
-    def __init__(self, listener: socket.socket, *, blocked_after: float = BLOCKED_AFTER) -> None:
+    def __init__(
+        self, listener: socket.socket, *, blocked_after: float = BLOCKED_AFTER_SECONDS
+    ) -> None:
         self._listener = listener.dup()
-        self._door = select.poll()  # not select(), which knows the first 1024 files only
-        self._door.register(self._listener, select.POLLIN)
-        self._allowed = max(1, round(blocked_after / PULSE))
-        self._pulse = 0
+        self._listener_poll = select.poll()  # not select(), which knows the first 1024 files only
+        self._listener_poll.register(self._listener, select.POLLIN)
+        self._allowed = max(1, round(blocked_after / HEARTBEAT_SECONDS))
+        self._heartbeats = 0
         self._timer: asyncio.TimerHandle | None = None
         self._loop_thread = threading.get_ident()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="qkit stand-in", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="qkit loop watchdog", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin to watch; in the loop's thread."""
-        self._beat(asyncio.get_running_loop())
+        """Start to watch; call it in the loop's thread."""
+        self._heartbeat(asyncio.get_running_loop())
         self._thread.start()
         return self
 
@@ -60,31 +64,32 @@ class StandIn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Watch no more."""
+        """Stop the thread."""
         self._over.set()
         if self._timer is not None:
             self._timer.cancel()
-        self._thread.join(2 * PULSE + REQUEST_PATIENCE)
+        self._thread.join(2 * HEARTBEAT_SECONDS + REQUEST_TIMEOUT_SECONDS)
         self._listener.close()
 
-    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pulse += 1
-        self._timer = loop.call_later(PULSE, self._beat, loop)
+    def _heartbeat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._heartbeats += 1
+        self._timer = loop.call_later(HEARTBEAT_SECONDS, self._heartbeat, loop)
 
     def _watch(self) -> None:
-        # Beats are counted, not timed: a process that was stopped for an hour missed none.
+        # Heartbeats are counted, not timed: a process that was stopped for an hour missed none.
         seen, missed = 0, 0
-        while not self._over.wait(0 if missed > self._allowed else PULSE):
-            if self._pulse != seen:
+        while not self._over.wait(0 if missed > self._allowed else HEARTBEAT_SECONDS):
+            if self._heartbeats != seen:
                 if missed > self._allowed:
-                    logger.warning("the event loop runs again after %.1f s", missed * PULSE)
-                seen, missed = self._pulse, 0
+                    blocked = missed * HEARTBEAT_SECONDS
+                    logger.warning("the event loop runs again after %.1f s", blocked)
+                seen, missed = self._heartbeats, 0
                 continue
             missed += 1
             if missed == self._allowed + 1:
-                self._report(missed * PULSE)
+                self._report(missed * HEARTBEAT_SECONDS)
             if missed > self._allowed:
-                self._answer_for(PULSE, missed * PULSE)
+                self._answer_for(HEARTBEAT_SECONDS, missed * HEARTBEAT_SECONDS)
 
     def _report(self, seconds: float) -> None:
         # Underlined, and yet documented, for just this use.
@@ -99,19 +104,19 @@ class StandIn:
         )
 
     def _answer_for(self, seconds: float, blocked: float) -> None:
-        """Take what comes in within ``seconds``."""
+        """Wait up to ``seconds`` for one connection and answer it."""
         with contextlib.suppress(OSError):  # the loop came first, or the client left
-            if not self._door.poll(1000 * seconds):
+            if not self._listener_poll.poll(1000 * seconds):
                 return
             connection, _ = self._listener.accept()
             with connection:
-                connection.settimeout(REQUEST_PATIENCE)
+                connection.settimeout(REQUEST_TIMEOUT_SECONDS)
                 self._answer(connection, blocked)
 
     def _answer(self, connection: socket.socket, blocked: float) -> None:
         request = b""
-        while b"\r\n\r\n" not in request and len(request) < REQUEST_LIMIT:
-            part = connection.recv(REQUEST_LIMIT)
+        while b"\r\n\r\n" not in request and len(request) < MAX_REQUEST_BYTES:
+            part = connection.recv(MAX_REQUEST_BYTES)
             if not part:
                 return
             request += part
@@ -126,5 +131,5 @@ class StandIn:
         # Closed at once, with bytes unread, the client would see a reset instead of the answer.
         connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):
-            while connection.recv(REQUEST_LIMIT):
+            while connection.recv(MAX_REQUEST_BYTES):
                 pass

@@ -1,7 +1,7 @@
-"""The figures that the pages show, taken when somebody looks and shared by all who do.
+"""Samples of every queue's figures, taken on request and shared by all requests.
 
-Nobody looking costs nothing: there is no task in the background. What was seen in the last minutes
-is kept, so that a page which is opened again, or a Prometheus that scrapes, leaves a history.
+There is no task in the background: without requests it costs nothing. The samples of the last
+minutes are kept as a history.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from qkit.web.schemas import Overview, QueueState, QueueView, Totals
 __all__ = ["Point", "Sampler"]
 
 MAX_QUEUES = 200
-AT_ONCE = 8  # questions to the broker under way
-PATIENCE = 3.0  # seconds for all of them
-HISTORY = 300.0  # seconds
+MAX_CONCURRENT_QUERIES = 8
+SAMPLE_TIMEOUT_SECONDS = 3.0  # for all queries of one sample
+HISTORY_SECONDS = 300.0
 MAX_POINTS = 300
 
 Figure = TypeVar("Figure", int, float)
@@ -44,30 +44,30 @@ class _Counts:
 
 
 class Sampler:
-    """Looks at every queue of a service, at most once in ``every`` seconds however many ask."""
+    """Samples every queue of a service, at most once in ``every`` seconds for all callers."""
 
     def __init__(self, service: QueueService, *, writable: bool, every: float = 0.9) -> None:
         self._service = service
         self._writable = writable
         self._every = every
-        self._looking = asyncio.Lock()
+        self._sampling = asyncio.Lock()
         self._seen: Overview | None = None
         self._seen_at = float("-inf")
         self._before: dict[str, QueueStats | str] = {}
         self._counts: dict[str, _Counts] = {}
         self._points: dict[str, deque[Point]] = {}
 
-    async def look(self) -> Overview:
-        """How everything stands; never raises for a broker that does not answer."""
-        async with self._looking:
+    async def sample(self) -> Overview:
+        """Return the state of the service; a broker that does not answer raises no error."""
+        async with self._sampling:
             seen = self._seen
             if seen is None or time.monotonic() - self._seen_at >= self._every:
                 seen = await self._overview()
                 self._seen, self._seen_at = seen, time.monotonic()
             return seen
 
-    def forget(self) -> None:
-        """Look anew next time: something was changed just now."""
+    def invalidate(self) -> None:
+        """Make the next call take a new sample: something was changed."""
         self._seen_at = float("-inf")
 
     def history(self) -> dict[str, list[Point]]:
@@ -97,14 +97,14 @@ class Sampler:
         problem = None
         found: list[str] = []
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(SAMPLE_TIMEOUT_SECONDS):
                 found = await self._service.queues()
         except LifecycleError:
             problem = "The service is not running."
         except Unsupported:
             pass  # then only the channels of this service are known
         except (QueueError, TimeoutError) as error:
-            problem = _told(error)
+            problem = _error_summary(error)
         settings = self._service.settings
         own = {channel.name for channel in self._service.channels}
         names = own | set(found)
@@ -132,7 +132,7 @@ class Sampler:
                 name,
                 answer=stats.get(name),
                 asked=problem is None,
-                buried=stats.get(settings.dead_letter_name(name)),
+                dead_letters=stats.get(settings.dead_letter_name(name)),
                 mine=metrics.get(name, ChannelMetrics()),
                 consumers=[item for item in health.consumers if item.channel == name],
                 broadcast=name in topics,
@@ -147,7 +147,7 @@ class Sampler:
         One turn after the other: a broker with many queues must not keep back those of the first.
         """
         answers: dict[str, QueueStats | str] = {}
-        at_once = asyncio.Semaphore(AT_ONCE)
+        at_once = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
 
         async def ask(name: str) -> None:
             async with at_once:
@@ -156,17 +156,17 @@ class Sampler:
                 except (QueueNotFound, Unsupported):
                     pass  # deleted meanwhile, or not yet there; or nobody counts here
                 except QueueError as error:
-                    answers[name] = _told(error)
+                    answers[name] = _error_summary(error)
 
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(SAMPLE_TIMEOUT_SECONDS):
                 for names in turns:
                     async with asyncio.TaskGroup() as tasks:
                         for name in names:
                             tasks.create_task(ask(name), name=f"qkit figures of {name}")
         except TimeoutError as error:
             for name in itertools.chain(*turns):
-                answers.setdefault(name, self._before.get(name, _told(error)))
+                answers.setdefault(name, self._before.get(name, _error_summary(error)))
         self._before = answers
         return answers
 
@@ -176,7 +176,7 @@ class Sampler:
         *,
         answer: QueueStats | str | None,
         asked: bool,
-        buried: QueueStats | str | None,
+        dead_letters: QueueStats | str | None,
         mine: ChannelMetrics,
         consumers: list[ConsumerHealth],
         broadcast: bool,
@@ -210,7 +210,9 @@ class Sampler:
             handled=handled,
             retried=mine.messages_retried,
             failed=mine.messages_failed,
-            dead_letters=buried.depth if isinstance(buried, QueueStats) else (0 if stats else None),
+            dead_letters=dead_letters.depth
+            if isinstance(dead_letters, QueueStats)
+            else (0 if stats else None),
             problem=answer if isinstance(answer, str) else None,
         )
 
@@ -233,7 +235,7 @@ class Sampler:
         for view in queues:
             points = self._points.setdefault(view.name, deque(maxlen=MAX_POINTS))
             points.append((now, view.depth, view.in_rate, view.out_rate, view.dead_letters))
-            while points[0][0] < now - HISTORY:
+            while points[0][0] < now - HISTORY_SECONDS:
                 points.popleft()
 
 
@@ -277,7 +279,7 @@ def _known(figure: int | None, otherwise: int) -> int:
     return otherwise if figure is None else figure
 
 
-def _told(error: BaseException) -> str:
+def _error_summary(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
-        return f"The broker did not answer within {PATIENCE:g} seconds."
+        return f"The broker did not answer within {SAMPLE_TIMEOUT_SECONDS:g} seconds."
     return f"{type(error).__name__}: {error_text(error)}"

@@ -14,12 +14,12 @@ from qkit._internal.logging import logger
 from qkit.errors import ConfigError
 from qkit.service import QueueService
 from qkit.web.app import create_app
-from qkit.web.loop_watchdog import StandIn
+from qkit.web.loop_watchdog import LoopWatchdog
 
 __all__ = ["DEFAULT_PORT", "serve"]
 
 DEFAULT_PORT = 8710
-LAST_WORDS = 2  # seconds for answers that are under way at the end
+SHUTDOWN_GRACE_SECONDS = 2  # for responses that are not finished at the end
 
 
 class _Server(uvicorn.Server):
@@ -59,10 +59,10 @@ async def serve(
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=LAST_WORDS,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
     )
     server = _Server(config)
-    with contextlib.closing(listener), StandIn(listener):
+    with contextlib.closing(listener), LoopWatchdog(listener):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="qkit web")
         try:
             logger.info("serving on %s", address)
@@ -74,7 +74,7 @@ async def serve(
 
 async def _end(serving: asyncio.Task[None]) -> None:
     """Wait for the server; what it dies of is no reason to fail a service that came down well."""
-    _, late = await asyncio.wait({serving}, timeout=2 * LAST_WORDS + 1)
+    _, late = await asyncio.wait({serving}, timeout=2 * SHUTDOWN_GRACE_SECONDS + 1)
     for task in late:
         task.cancel()
     await asyncio.wait({serving})

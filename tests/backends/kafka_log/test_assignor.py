@@ -6,73 +6,88 @@ import random
 
 import pytest
 
-from qkit.backends.kafka.assignor import Assignor, Claim, Share, deal
-from qkit.backends.kafka.driver import MemberMetadata, TopicPartition
+from qkit.backends.kafka.assignor import Assignment, Assignor, MemberState, assign_partitions
+from qkit.backends.kafka.driver import MemberMetadata, Partition
 
-Shares = dict[str, Share]
+Assignments = dict[str, Assignment]
 
 
-def places(*partitions: int, topic: str = "t") -> frozenset[tuple[str, int]]:
-    return frozenset((topic, partition) for partition in partitions)
+def partitions(*numbers: int, topic: str = "t") -> frozenset[Partition]:
+    return frozenset(Partition(topic, number) for number in numbers)
 
 
 def test_shares_are_even_and_whole() -> None:
-    shares = deal({"t": range(10), "t.retry": range(13)}, {name: Claim() for name in "abc"})
-    dealt = [place for share in shares.values() for place in share.assigned]
-    assert len(dealt) == len(set(dealt)) == 23
+    assignments = assign_partitions(
+        {"t": range(10), "t.retry": range(13)}, {name: MemberState() for name in "abc"}
+    )
+    assigned = [
+        partition for assignment in assignments.values() for partition in assignment.assigned
+    ]
+    assert len(assigned) == len(set(assigned)) == 23
     for topic, sizes in (("t", {3, 4}), ("t.retry", {4, 5})):
-        counts = {sum(place[0] == topic for place in share.assigned) for share in shares.values()}
+        counts = {
+            sum(partition[0] == topic for partition in assignment.assigned)
+            for assignment in assignments.values()
+        }
         assert counts == sizes
 
 
 def test_whoever_had_a_partition_keeps_it() -> None:
-    claims = {"a": Claim(3, places(0, 1, 2)), "b": Claim(3, places(3, 4, 5))}
-    shares = deal({"t": range(6)}, claims)
-    assert shares["a"].assigned == places(0, 1, 2)
-    assert shares["b"].assigned == places(3, 4, 5)
+    states = {"a": MemberState(3, partitions(0, 1, 2)), "b": MemberState(3, partitions(3, 4, 5))}
+    assignments = assign_partitions({"t": range(6)}, states)
+    assert assignments["a"].assigned == partitions(0, 1, 2)
+    assert assignments["b"].assigned == partitions(3, 4, 5)
 
 
 def test_a_newcomer_gets_what_is_idle_at_once() -> None:
-    claims = {"a": Claim(1, places(0, 1, 2, 3), busy=places(2, 3)), "b": Claim()}
-    shares = deal({"t": range(4)}, claims)
-    assert shares["a"] == Share(set(places(2, 3)), set())
-    assert shares["b"] == Share(set(places(0, 1)), set())
+    states = {
+        "a": MemberState(1, partitions(0, 1, 2, 3), busy=partitions(2, 3)),
+        "b": MemberState(),
+    }
+    assignments = assign_partitions({"t": range(4)}, states)
+    assert assignments["a"] == Assignment(set(partitions(2, 3)), set())
+    assert assignments["b"] == Assignment(set(partitions(0, 1)), set())
 
 
 def test_what_is_held_stays_until_it_is_settled_and_then_moves() -> None:
     topics = {"t": range(4)}
-    busy = Claim(1, places(0, 1, 2, 3), busy=places(0, 1, 2, 3))
-    first = deal(topics, {"a": busy, "b": Claim()})
-    assert first["a"].assigned == places(0, 1, 2, 3)
+    busy = MemberState(1, partitions(0, 1, 2, 3), busy=partitions(0, 1, 2, 3))
+    first = assign_partitions(topics, {"a": busy, "b": MemberState()})
+    assert first["a"].assigned == partitions(0, 1, 2, 3)
     assert len(first["a"].wanted) == 2
     assert first["b"].assigned == set()
     given = first["a"].wanted
     kept = busy.owned - given
-    second = deal(topics, {"a": Claim(2, kept, busy=kept), "b": Claim(2)})
-    assert second["a"] == Share(set(kept), set())
-    assert second["b"] == Share(set(given), set())
+    second = assign_partitions(topics, {"a": MemberState(2, kept, busy=kept), "b": MemberState(2)})
+    assert second["a"] == Assignment(set(kept), set())
+    assert second["b"] == Assignment(set(given), set())
 
 
 def test_who_is_about_to_go_keeps_only_what_it_holds() -> None:
-    claims = {"a": Claim(4, places(0, 1, 2), busy=places(1), leaving=True), "b": Claim(4)}
-    shares = deal({"t": range(3)}, claims)
-    assert shares["a"] == Share(set(places(1)), set(places(1)))
-    assert shares["b"].assigned == places(0, 2)
+    states = {
+        "a": MemberState(4, partitions(0, 1, 2), busy=partitions(1), leaving=True),
+        "b": MemberState(4),
+    }
+    assignments = assign_partitions({"t": range(3)}, states)
+    assert assignments["a"] == Assignment(set(partitions(1)), set(partitions(1)))
+    assert assignments["b"].assigned == partitions(0, 2)
 
 
 def test_when_all_are_about_to_go_nobody_gets_what_nobody_holds() -> None:
-    shares = deal({"t": range(3)}, {"a": Claim(1, places(0, 1, 2), leaving=True)})
-    assert shares == {"a": Share()}
+    assignments = assign_partitions(
+        {"t": range(3)}, {"a": MemberState(1, partitions(0, 1, 2), leaving=True)}
+    )
+    assert assignments == {"a": Assignment()}
 
 
 def test_of_two_that_claim_a_partition_the_later_has_it() -> None:
-    claims = {
-        "ghost": Claim(1, places(0), busy=places(0)),
-        "heir": Claim(7, places(0), busy=places(0)),
+    states = {
+        "ghost": MemberState(1, partitions(0), busy=partitions(0)),
+        "heir": MemberState(7, partitions(0), busy=partitions(0)),
     }
-    shares = deal({"t": [0]}, claims)
-    assert shares["heir"].assigned == places(0)
-    assert shares["ghost"] == Share()
+    assignments = assign_partitions({"t": [0]}, states)
+    assert assignments["heir"].assigned == partitions(0)
+    assert assignments["ghost"] == Assignment()
 
 
 def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> None:
@@ -81,36 +96,42 @@ def test_at_random_every_partition_has_one_owner_and_rounds_come_to_rest() -> No
     dice = random.Random(seed)
     for _ in range(50):
         topics = {"t": range(dice.randrange(1, 20)), "t.retry": range(13)}
-        members = {f"m{number}": Claim() for number in range(dice.randrange(1, 6))}
+        members = {f"m{number}": MemberState() for number in range(dice.randrange(1, 6))}
         for generation in range(1, 12):
-            shares = deal(topics, members)
-            dealt = [place for share in shares.values() for place in share.assigned]
-            assert len(dealt) == len(set(dealt)) == sum(map(len, topics.values()))
+            assignments = assign_partitions(topics, members)
+            assigned = [
+                partition
+                for assignment in assignments.values()
+                for partition in assignment.assigned
+            ]
+            assert len(assigned) == len(set(assigned)) == sum(map(len, topics.values()))
             if generation < 6 and dice.random() < 0.3:
-                members[f"n{generation}"] = Claim()
+                members[f"n{generation}"] = MemberState()
                 continue
             members = {
-                member: Claim(
+                member: MemberState(
                     generation,
-                    frozenset(share.assigned - share.wanted),
+                    frozenset(assignment.assigned - assignment.wanted),
                     frozenset(
-                        place for place in share.assigned - share.wanted if dice.random() < 0.5
+                        partition
+                        for partition in assignment.assigned - assignment.wanted
+                        if dice.random() < 0.5
                     ),
                 )
-                for member, share in shares.items()
+                for member, assignment in assignments.items()
             }
-            if not any(share.wanted for share in shares.values()):
-                again = deal(topics, members)
-                assert {id: share.assigned for id, share in again.items()} == {
-                    id: share.assigned for id, share in shares.items()
+            if not any(assignment.wanted for assignment in assignments.values()):
+                again = assign_partitions(topics, members)
+                assert {id: assignment.assigned for id, assignment in again.items()} == {
+                    id: assignment.assigned for id, assignment in assignments.items()
                 }, "at rest nothing moves"
 
 
 def test_the_group_s_protocol_carries_it() -> None:
-    heard: list[frozenset[tuple[str, int]]] = []
-    claim = Claim(3, places(0, 1), places(1), leaving=True)
-    assert Claim.decode(claim.encode()) == claim
-    assignor = Assignor(lambda: claim, heard.append)
+    heard: list[frozenset[Partition]] = []
+    state = MemberState(3, partitions(0, 1), partitions(1), leaving=True)
+    assert MemberState.decode(state.encode()) == state
+    assignor = Assignor(lambda: state, heard.append)
     metadata = assignor.metadata({"t"})
     said = type(metadata).decode(metadata.encode())
 
@@ -118,16 +139,16 @@ def test_the_group_s_protocol_carries_it() -> None:
         def partitions_for_topic(self, topic: str) -> set[int]:
             return {0, 1}
 
-    newcomer = MemberMetadata(0, ["t"], Claim().encode())
-    dealt = assignor.assign(Cluster(), {"a": said, "b": newcomer})
-    mine = type(dealt["a"]).decode(dealt["a"].encode())
-    assert set(mine.partitions()) == {TopicPartition("t", 1)}
+    newcomer = MemberMetadata(0, ["t"], MemberState().encode())
+    assigned = assignor.assign(Cluster(), {"a": said, "b": newcomer})
+    mine = type(assigned["a"]).decode(assigned["a"].encode())
+    assert set(mine.partitions()) == {Partition("t", 1)}
     assignor.on_assignment(mine)
-    assert heard == [places(1)]
-    assignor.on_assignment(type(dealt["b"]).decode(dealt["b"].encode()))
+    assert heard == [partitions(1)]
+    assignor.on_assignment(type(assigned["b"]).decode(assigned["b"].encode()))
     assert heard[1] == frozenset()
 
 
 @pytest.mark.parametrize("data", [None, b"", b"{", b"[1]", b'{"owned": [[1], "x", ["t", "0"]]}'])
 def test_a_member_that_says_nothing_we_understand_has_nothing(data: bytes | None) -> None:
-    assert Claim.decode(data) == Claim()
+    assert MemberState.decode(data) == MemberState()

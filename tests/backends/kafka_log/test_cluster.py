@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 from qkit.backends.kafka.cluster import Cluster
-from qkit.backends.kafka.connection import Address
+from qkit.backends.kafka.connection import ConnectionParameters
 from qkit.backends.kafka.driver import LATEST, errors
 from qkit.errors import BackendUnavailable, QueueNotFound
 
 
 @pytest_asyncio.fixture
 async def cluster(kafka_url: str) -> AsyncIterator[Cluster]:
-    cluster = Cluster(Address(kafka_url, timeout=10.0))
+    cluster = Cluster(ConnectionParameters(kafka_url, timeout=10.0))
     await cluster.connect()
     yield cluster
     await cluster.aclose()
@@ -54,7 +54,7 @@ async def test_what_is_never_ready_is_unavailable_in_the_end(
         raise errors.GroupLoadInProgressError
 
     monkeypatch.setattr(cluster._admin, "list_consumer_groups", loading)
-    monkeypatch.setattr(cluster._address, "timeout", 0.1)
+    monkeypatch.setattr(cluster._parameters, "timeout", 0.1)
     with pytest.raises(BackendUnavailable):
         await cluster.groups()
 

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from qkit._internal.clock import SystemClock
-from qkit.backends.kafka.connection import Address
-from qkit.backends.kafka.driver import TopicPartition
-from qkit.backends.kafka.offsets import Tracker
-from qkit.backends.kafka.retry_topic import Delays, Item
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Partition
+from qkit.backends.kafka.fetched_message import FetchedMessage
+from qkit.backends.kafka.offsets import OffsetTracker
+from qkit.backends.kafka.retry_topic import RetryTopicConsumer
 from tests.support.waiting import eventually
 
-TIER = TopicPartition("q.retry", 0)
+TIER = Partition("q.retry", 0)
 
 
 class Record(NamedTuple):
@@ -36,9 +37,9 @@ class Consumer:
         self.seeks: list[int] = []
         self.polls = 0
 
-    def assign(self, places: Any) -> None: ...
+    def assign(self, partitions: Any) -> None: ...
 
-    def seek(self, place: Any, offset: int) -> None:
+    def seek(self, partition: Any, offset: int) -> None:
         self.seeks.append(offset)
 
     def paused(self) -> set[Any]:
@@ -52,10 +53,10 @@ class Consumer:
         return {TIER: self._records}
 
 
-def reader(ready: Callable[[Item], None]) -> Delays:
+def reader(ready: Callable[[FetchedMessage], None]) -> RetryTopicConsumer:
     nobody: Any = None
-    return Delays(
-        Address("127.0.0.1:1"),
+    return RetryTopicConsumer(
+        ConnectionParameters("127.0.0.1:1"),
         nobody,
         topic="q.retry",
         group=None,
@@ -68,9 +69,9 @@ def reader(ready: Callable[[Item], None]) -> Delays:
 
 async def test_what_was_read_before_a_tier_came_back_is_not_taken_for_what_is_read_now() -> None:
     """Otherwise all that lies between the two would be committed and never delivered."""
-    ready: list[Item] = []
+    ready: list[FetchedMessage] = []
     delays = reader(ready.append)
-    before, after = Tracker(40), Tracker(40)
+    before, after = OffsetTracker(40), OffsetTracker(40)
     for offset in range(40, 50):
         before.read(offset)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import logging
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from aiokafka.consumer.group_coordinator import GroupCoordinator
 from aiokafka.protocol.admin import SaslAuthenticateRequest
 
 from qkit.backends.kafka import driver
-from qkit.errors import SendTimeout
+from qkit.errors import ConfigError, SendTimeout
+
+NAMED_TUPLE = {"_replace", "_asdict", "_fields"}  # public, in spite of their names
 
 
 def test_the_driver_s_log_never_holds_a_password(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,9 +38,9 @@ async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
     loop.set_exception_handler(lambda loop, context: accidents.append(context))
     producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
     accumulator = producer._message_accumulator
-    place = driver.TopicPartition("q", 0)
-    batch = accumulator._append_batch(producer.create_batch(), place)
-    assert accumulator._pop_batch(place) is batch
+    partition = driver.Partition("q", 0)
+    batch = accumulator._append_batch(producer.create_batch(), partition)
+    assert accumulator._pop_batch(partition) is batch
     accumulator.reenqueue(batch)
     await driver.close_producer(producer, flush=0.0)
     batch.future.set_exception(SendTimeout("given up"))
@@ -76,6 +80,82 @@ async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
     await driver.close_consumer(consumer)
     await driver.close_producer(producer, flush=0.0)
     await driver.close_admin(admin)
+
+
+async def test_a_version_without_an_internal_is_refused_before_it_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(GroupCoordinator, "_stop_heartbeat_task")
+    consumer = driver.Consumer(group_id="g", bootstrap_servers="127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"no GroupCoordinator._stop_heartbeat_task; install"):
+        driver.create_nothing(consumer)
+    await driver.close_consumer(consumer)
+    producer = driver.Producer(bootstrap_servers="127.0.0.1:1")
+    monkeypatch.delattr(type(producer._message_accumulator), "_append_batch")
+    with pytest.raises(ConfigError, match=r"no MessageAccumulator._append_batch; install"):
+        driver.create_nothing(producer)
+    await driver.close_producer(producer, flush=0.0)
+
+
+async def test_a_version_whose_requests_are_lists_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in aiokafka 0.12."""
+    admin = driver.Admin(bootstrap_servers="127.0.0.1:1")
+    monkeypatch.setattr(driver._metadata, "MetadataRequest", [])
+    with pytest.raises(ConfigError, match=r"no MetadataRequest\(\)"):
+        driver.create_nothing(admin)
+    await driver.close_admin(admin)
+
+
+def test_no_other_module_touches_a_private_attribute_of_the_driver() -> None:
+    package = Path(driver.__file__).parent
+    for path in sorted(package.glob("*.py")):
+        if path.name != "driver.py":
+            assert foreign_private_attributes(ast.parse(path.read_text())) == [], path.name
+
+
+def test_a_private_attribute_of_another_object_is_found() -> None:
+    source = """
+from aiokafka.record import default_records
+from aiokafka.record.default_records import _DefaultRecordBatchPy
+class Ours:
+    def of_this_object(self): return self._consumer
+    def of_the_driver(self): return self._consumer._client, default_records._Parser
+    def by_name(self): return getattr(self._consumer, "_fetcher"), type(self).__name__
+    def of_a_tuple(self, record): return record._replace(offset=1)
+"""
+    assert foreign_private_attributes(ast.parse(source)) == [
+        "_DefaultRecordBatchPy",
+        "default_records._Parser",
+        "getattr(self._consumer, '_fetcher')",
+        "self._consumer._client",
+    ]
+
+
+def foreign_private_attributes(tree: ast.Module) -> list[str]:
+    """Uses of private names that belong neither to ``self`` or ``cls`` nor to a named tuple."""
+    found: list[str] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if is_private(name):
+                found.append(ast.unparse(node))
+            case ast.Call(
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "delattr"),
+                args=[_, ast.Constant(value=str(name)), *_],
+            ) if is_private(name):
+                found.append(ast.unparse(node))
+            case ast.ImportFrom(names=names):
+                found += [alias.name for alias in names if is_private(alias.name)]
+            case _:
+                pass
+    return sorted(found)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE
 
 
 async def test_a_batch_has_a_word_for_whoever_waits_who_may_go_away(kafka_url: str) -> None:

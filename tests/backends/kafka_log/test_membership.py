@@ -14,7 +14,7 @@ from qkit._internal.ids import new_id
 from qkit.backend import Delivery, LossReporting, QueueSpec
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.backend import KafkaBackend
-from qkit.backends.kafka.group import Membership
+from qkit.backends.kafka.group import GroupMembership
 from qkit.errors import SubscriptionLost
 from qkit.message import Envelope
 from tests.support.kafka import spec
@@ -48,20 +48,22 @@ async def test_members_of_a_new_group_that_join_together_all_begin_at_the_end(
     """What the first has marked of its own share must not make the others' look older."""
     await backend.declare(QueueSpec(name=name, broadcast=True))
     await backend.publish(name, everywhere("old"))
-    take_over = Membership._take_over
+    take_over = GroupMembership._take_over
 
-    async def share(membership: Membership, places: set[Any]) -> None:
-        await take_over(membership, {place for place in places if place.partition % 2})
+    async def share(membership: GroupMembership, partitions: set[Any]) -> None:
+        await take_over(
+            membership, {partition for partition in partitions if partition.partition % 2}
+        )
 
     with monkeypatch.context() as patch:
-        patch.setattr(Membership, "_take_over", share)
+        patch.setattr(GroupMembership, "_take_over", share)
         async with backend.subscribe(spec(name, broadcast=True)):
             pass
     sent = everywhere("new")
     async with backend.subscribe(spec(name, broadcast=True)) as second:
         await backend.publish(name, sent)
         got: set[str] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(got) < len(sent):
                 got |= {delivery.envelope.id for delivery in await second.receive(100)}
     assert got == {envelope.id for envelope in sent}
@@ -77,7 +79,7 @@ async def test_a_group_that_exists_goes_on_where_it_was(backend: KafkaBackend, n
         # Another that comes now must not move the marks of those who are there.
         await again.membership._found()
         got: set[str] = set()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(got) < len(sent):
                 got |= {delivery.envelope.id for delivery in await again.receive(100)}
 
@@ -112,9 +114,9 @@ async def test_an_accident_in_the_first_rebalance_is_told_at_once(
 ) -> None:
     """The driver would log it and go on, and the consumer would wait for ever."""
 
-    monkeypatch.setattr(Membership, "_take_over", stumble)
+    monkeypatch.setattr(GroupMembership, "_take_over", stumble)
     await backend.declare(QueueSpec(name=name))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(SubscriptionLost, match="nobody foresaw this"):
             async with backend.subscribe(spec(name)):
                 pass
@@ -157,11 +159,11 @@ async def test_every_loss_of_what_is_held_is_reported_once(
         told: list[Delivery] = []
         subscription.on_lost(told.extend)
         held: list[Delivery] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while len(held) < 40:
                 held += await subscription.receive(100)
-        one = driver.TopicPartition(name, 0)
-        of_one = [delivery for delivery in held if delivery.receipt.place == one]  # type: ignore[attr-defined]  # a receipt is the backend's
+        one = driver.Partition(name, 0)
+        of_one = [delivery for delivery in held if delivery.receipt.partition == one]  # type: ignore[attr-defined]  # a receipt is the backend's
         await subscription.ack(of_one[0])
         stays = set(subscription.membership.trackers) - {one}
         await subscription.membership._take_over(stays)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qkit.backends.kafka import codec
-from qkit.backends.kafka.codec import NEW, Facts, Headers, Origin
+from qkit.backends.kafka.codec import NO_ATTRIBUTES, Headers, Origin, RecordAttributes
 from qkit.backends.kafka.driver import partition_of
 from qkit.message import Envelope
 
@@ -30,14 +30,14 @@ def test_a_message_comes_back_as_it_was() -> None:
     envelope = Envelope(
         "0190", b"\x00{}", {"tenant": "Grüße", "empty": ""}, key="k ü", expires_at=1234.5678
     )
-    facts = Facts(99.0001, Origin("orders", 3, 7))
-    again, told = codec.decode(Stored(*codec.encode(envelope, deliveries=2, facts=facts)))
+    attributes = RecordAttributes(99.0001, Origin("orders", 3, 7))
+    again, told = codec.decode(Stored(*codec.encode(envelope, deliveries=2, attributes=attributes)))
     assert (again.id, again.body, again.headers, again.key) == (
         envelope.id, envelope.body, envelope.headers, envelope.key,
     )  # fmt: skip
     assert again.attempt == 3
     assert again.expires_at == 1234.568, "rounded up to the millisecond"
-    assert told == Facts(99.001, Origin("orders", 3, 7))
+    assert told == RecordAttributes(99.001, Origin("orders", 3, 7))
 
 
 def test_a_plain_message_is_its_body_an_id_and_its_headers() -> None:
@@ -48,11 +48,11 @@ def test_a_plain_message_is_its_body_an_id_and_its_headers() -> None:
 
 def test_a_foreign_record_is_a_message_with_its_place_as_its_id() -> None:
     headers: Any = [("from", b"x"), ("n", None)]  # Kafka allows it
-    envelope, facts = codec.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
+    envelope, attributes = codec.decode(Stored(b"\xff\x00", b'{"a": 1}', headers))
     assert (envelope.id, envelope.body, envelope.attempt) == ("orders-2-41", b'{"a": 1}', 1)
     assert envelope.key == "\\xff\0"
     assert envelope.headers == {"from": "x", "n": "", "qkit-raw": '{"key": "/wA="}'}
-    assert facts is NEW
+    assert attributes is NO_ATTRIBUTES
     key, _, _ = codec.encode(envelope)
     assert key == b"\xff\x00", "a key that is no text survives"
 
@@ -66,14 +66,14 @@ def test_a_tombstone_is_an_empty_message() -> None:
 def test_nonsense_in_our_headers_is_as_if_it_were_not_there(value: bytes) -> None:
     names = ("attempt", "expires-at", "not-before", "original-offset", "removed")
     headers = [(f"qkit-{name}", value) for name in names]
-    envelope, facts = codec.decode(Stored(None, b"", headers))
+    envelope, attributes = codec.decode(Stored(None, b"", headers))
     assert (envelope.attempt, envelope.expires_at, envelope.headers) == (1, None, {})
-    assert facts == Facts()
+    assert attributes == RecordAttributes()
 
 
 def test_a_marker_names_what_it_hides() -> None:
-    _, facts = codec.decode(Stored(*codec.marker(17)))
-    assert facts.removed == 17
+    _, attributes = codec.decode(Stored(*codec.marker(17)))
+    assert attributes.removed == 17
 
 
 @pytest.mark.parametrize(

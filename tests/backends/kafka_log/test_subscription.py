@@ -15,9 +15,9 @@ import pytest_asyncio
 from qkit._internal.clock import SystemClock
 from qkit.backend import Delivery, QueueSpec
 from qkit.backends.kafka.backend import KafkaBackend
-from qkit.backends.kafka.codec import NEW
+from qkit.backends.kafka.codec import NO_ATTRIBUTES
 from qkit.backends.kafka.retry_tiers import TIERS
-from qkit.backends.kafka.retry_topic import delayed
+from qkit.backends.kafka.retry_topic import retry_record
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import MessageNotFound, SendTimeout
 from qkit.message import Envelope
@@ -68,7 +68,7 @@ async def test_what_could_not_be_sent_back_comes_again_and_keeps_no_slot(
             raise SendTimeout("not confirmed")
 
         with monkeypatch.context() as patch:
-            patch.setattr(backend._sending, "send", refuse)
+            patch.setattr(backend._publisher, "send", refuse)
             with pytest.raises(SendTimeout):
                 await subscription.release(delivery, 0.1, count_attempt=counts)
         with pytest.raises(MessageNotFound):
@@ -92,7 +92,7 @@ async def test_what_was_being_sent_back_when_time_ran_out_comes_again(
             await asyncio.Event().wait()
 
         with monkeypatch.context() as patch:
-            patch.setattr(backend._sending, "send", hang)
+            patch.setattr(backend._publisher, "send", hang)
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.05):
                     await subscription.release(delivery, 0.1)
@@ -106,7 +106,7 @@ def owner_and_heir(
     name: str, one: KafkaSubscription, two: KafkaSubscription
 ) -> tuple[KafkaSubscription, KafkaSubscription]:
     """Who has the only partition of the queue, and who waits for it."""
-    has_it = any(place.topic == name for place in one.membership.trackers)
+    has_it = any(partition.topic == name for partition in one.membership.trackers)
     return (one, two) if has_it else (two, one)
 
 
@@ -150,10 +150,12 @@ async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back
 ) -> None:
     retry = await backend._need_retry_topic(name)
     now = time.time()
-    await backend._sending.send(
+    await backend._publisher.send(
         retry,
         [
-            delayed(Envelope(f"tier {tier}", b""), 0, now - 1, now, NEW)._replace(partition=tier)
+            retry_record(Envelope(f"tier {tier}", b""), 0, now - 1, now, NO_ATTRIBUTES)._replace(
+                partition=tier
+            )
             for tier in range(TIERS)
         ],
     )
@@ -180,12 +182,12 @@ async def test_a_purge_takes_what_waits_for_its_time_out_of_memory(
 ) -> None:
     await backend.publish(name, [Envelope("late", b"", not_before=time.time() + 60)])
     async with backend.subscribe(spec(name)) as subscription:
-        delays = subscription._delays
-        await eventually(lambda: len(delays._waiting))
+        delays = subscription._retry_consumer
+        await eventually(lambda: len(delays._due))
         assert await backend.purge(name) == 1
         delays._clock = InAnHour()
         await delays._let_go()
-        assert len(delays._waiting) == 0
+        assert len(delays._due) == 0
         await nothing_comes(subscription)
 
 

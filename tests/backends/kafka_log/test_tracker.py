@@ -6,28 +6,33 @@ import random
 
 import pytest
 
-from qkit.backends.kafka.offsets import METADATA_LIMIT, Saved, Tracker, left
+from qkit.backends.kafka.offsets import (
+    METADATA_LIMIT,
+    CommittedOffset,
+    OffsetTracker,
+    count_unsettled,
+)
 
 
-def tracker_of(count: int, start: int = 0) -> Tracker:
-    tracker = Tracker(start)
+def tracker_of(count: int, start: int = 0) -> OffsetTracker:
+    tracker = OffsetTracker(start)
     for offset in range(start, start + count):
         tracker.read(offset)
     return tracker
 
 
-def unsettled(saved: Saved, end: int) -> set[int]:
+def unsettled(saved: CommittedOffset, end: int) -> set[int]:
     """What whoever takes over would deliver."""
-    heir = Tracker(saved.offset, saved.metadata)
+    heir = OffsetTracker(saved.offset, saved.metadata)
     return {offset for offset in range(saved.offset, end) if not heir.is_settled(offset)}
 
 
 def test_in_order_the_mark_follows() -> None:
     tracker = tracker_of(5, start=10)
     for offset in range(10, 15):
-        assert tracker.snapshot() == Saved(offset)
+        assert tracker.snapshot() == CommittedOffset(offset)
         tracker.settle(offset)
-    assert tracker.snapshot() == Saved(15)
+    assert tracker.snapshot() == CommittedOffset(15)
 
 
 def test_the_oldest_that_is_held_pins_the_mark_and_the_gaps_are_kept() -> None:
@@ -42,15 +47,15 @@ def test_the_oldest_that_is_held_pins_the_mark_and_the_gaps_are_kept() -> None:
 
 
 def test_offsets_without_a_record_hold_nothing_up() -> None:
-    tracker = Tracker(0)
+    tracker = OffsetTracker(0)
     for offset in (0, 3, 7):  # compacted, or the markers of a transaction
         tracker.read(offset)
     tracker.settle(3)
     assert unsettled(tracker.snapshot(), 8) == {0, 7}
     tracker.settle(0)
-    assert tracker.snapshot() == Saved(7)
+    assert tracker.snapshot() == CommittedOffset(7)
     tracker.settle(7)
-    assert tracker.snapshot() == Saved(8)
+    assert tracker.snapshot() == CommittedOffset(8)
 
 
 def test_settling_twice_or_what_was_never_read_changes_nothing() -> None:
@@ -66,7 +71,7 @@ def test_an_heir_keeps_what_it_has_not_read_yet() -> None:
     for offset in range(100):
         if offset not in {0, 50, 99}:
             first.settle(offset)
-    heir = Tracker(first.snapshot().offset, first.snapshot().metadata)
+    heir = OffsetTracker(first.snapshot().offset, first.snapshot().metadata)
     heir.read(0)
     heir.settle(0)
     saved = heir.snapshot()
@@ -92,7 +97,7 @@ def test_an_heir_keeps_what_it_has_not_read_yet() -> None:
     ],
 )
 def test_metadata_of_another_making_settles_nothing(metadata: str) -> None:
-    assert unsettled(Saved(7, metadata), 20) == set(range(7, 20))
+    assert unsettled(CommittedOffset(7, metadata), 20) == set(range(7, 20))
 
 
 def test_metadata_never_outgrows_kafkas_limit_and_never_says_too_much() -> None:
@@ -110,16 +115,16 @@ def test_a_long_run_behind_a_slow_message_is_a_few_bytes() -> None:
     tracker = tracker_of(100_000)
     for offset in range(1, 100_000):
         tracker.settle(offset)
-    assert tracker.snapshot() == Saved(0, "qk1 100000 0")
+    assert tracker.snapshot() == CommittedOffset(0, "qk1 100000 0")
     assert len(tracker.pending) == 1, "what is settled takes no memory"
 
 
 def test_what_is_left_is_counted() -> None:
-    saved = Saved(10, "qk1 10 0,3-5")
-    assert left(saved, begin=0, end=25) == 4 + 5
-    assert left(saved, begin=14, end=25) == 2 + 5, "the log begins later: it was purged"
-    assert left(saved, begin=30, end=30) == 0
-    assert left(Saved(10), begin=0, end=10) == 0
+    saved = CommittedOffset(10, "qk1 10 0,3-5")
+    assert count_unsettled(saved, begin=0, end=25) == 4 + 5
+    assert count_unsettled(saved, begin=14, end=25) == 2 + 5, "the log begins later: it was purged"
+    assert count_unsettled(saved, begin=30, end=30) == 0
+    assert count_unsettled(CommittedOffset(10), begin=0, end=10) == 0
 
 
 def test_at_random_nothing_unsettled_is_ever_committed() -> None:
@@ -127,7 +132,7 @@ def test_at_random_nothing_unsettled_is_ever_committed() -> None:
     print(f"seed {seed}")
     dice = random.Random(seed)
     for _ in range(100):
-        tracker, held, end = Tracker(0), set[int](), 0
+        tracker, held, end = OffsetTracker(0), set[int](), 0
         for _ in range(dice.randrange(300)):
             if held and dice.random() < 0.5:
                 offset = dice.choice(sorted(held))
@@ -143,7 +148,7 @@ def test_at_random_nothing_unsettled_is_ever_committed() -> None:
             if dice.random() < 0.05:  # another takes over: what is held comes again
                 saved = tracker.snapshot()
                 assert unsettled(saved, end) == held
-                tracker, end = Tracker(saved.offset, saved.metadata), saved.offset
+                tracker, end = OffsetTracker(saved.offset, saved.metadata), saved.offset
                 held = set()
                 continue
             assert held <= unsettled(tracker.snapshot(), max(end, 1_000))

@@ -162,7 +162,7 @@ async def test_a_cascade_that_somebody_broke_is_mended_by_the_next_send(
     await classic.publish(name, [Envelope("a", b"x", not_before=SystemClock().time() + 0.01)])
     async with classic.subscribe(spec(name)) as subscription:
         await take(subscription)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         classic._cascade.ready = False  # as in a service that starts
         await classic.publish(name, [Envelope("b", b"x", not_before=SystemClock().time() + 0.01)])
         (delivery,) = await take(subscription)

@@ -92,7 +92,7 @@ async def test_a_cancelled_wait_loses_nothing_fifty_times(
                 await settle(subscription, await subscription.receive(50))
 
         draining = [asyncio.ensure_future(drain(each)) for each in (one, two)]
-        await asyncio.wait(draining, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(draining, timeout=60, return_when=asyncio.FIRST_COMPLETED)
         for task in draining:
             task.cancel()
     assert sorted(got) == sorted(sent)
@@ -210,7 +210,7 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
         await backend.publish(name, [Envelope("late", b"x")])
         receiving = [asyncio.ensure_future(take(each)) for each in (paused, other)]
         done, pending = await asyncio.wait(
-            receiving, timeout=10, return_when=asyncio.FIRST_COMPLETED
+            receiving, timeout=60, return_when=asyncio.FIRST_COMPLETED
         )
         assert done, "the paused one consumes again when it is asked"
         for task in pending:

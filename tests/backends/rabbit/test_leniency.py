@@ -46,7 +46,7 @@ async def test_a_message_with_an_odd_property_is_handled_once(
 
     service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url))
     service.register(handle)
-    async with service, asyncio.timeout(30):
+    async with service, asyncio.timeout(60):
         with monkeypatch.context() as patch:
             usual: Callable[[Any], bytes] = encoders[kind]
             odd = set(map(id, properties.values()))

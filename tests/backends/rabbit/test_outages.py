@@ -1,24 +1,25 @@
-"""RabbitMQ killed, frozen and cut off: nothing confirmed is lost, and consuming goes on."""
+"""RabbitMQ killed while messages wait, and a connection that was closed.
+
+``tests/reliability`` has the outages that every backend must survive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
-from qkit import QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
 from qkit.backend import QueueSpec
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.errors import BackendUnavailable, QueueError, SendTimeout, SubscriptionLost
+from qkit.errors import QueueError, SubscriptionLost
 from qkit.message import Envelope
 from tests.support.private_brokers import PrivateBroker
 from tests.support.proxy import Proxy
-from tests.support.rabbitmq import bare_channel, consumers, declare, is_, spec
+from tests.support.rabbitmq import declare, spec
 from tests.support.waiting import eventually
 
 
@@ -135,103 +136,6 @@ async def test_what_was_confirmed_survives_a_kill(
     assert confirmed <= set(got), f"lost {len(confirmed - set(got))} of {len(confirmed)}"
     await backend.delete(name)
     await backend.aclose()
-
-
-@pytest.mark.parametrize("fault", ["reset", "half_close", "refuse", "black_hole", "forgotten"])
-async def test_a_service_consumes_again_after_the_network_failed(
-    private_rabbitmq: PrivateBroker, proxy: Proxy, fault: str
-) -> None:
-    name = f"n-{uuid.uuid4().hex[:8]}"
-    got: list[int] = []
-
-    @consume(name)
-    async def handle(number: int) -> None:
-        got.append(number)
-
-    service = QueueService(Settings(type="rabbitmq", url=through(proxy)))
-    service.register(handle)
-    direct = QueueService(Settings(type="rabbitmq", url=private_rabbitmq.url))
-    async with service, direct, bare_channel(private_rabbitmq.url) as raw:
-        await service.send(name, 0)
-        await eventually(lambda: got == [0])
-        getattr(proxy, fault if fault != "forgotten" else "black_hole")()
-        await direct.send(name, 1)
-        await asyncio.sleep(0.5)
-        proxy.heal(forget=fault == "forgotten")
-        healed = time.monotonic()
-        await eventually(lambda: 1 in got, within=40)
-        await eventually(lambda: is_(consumers(raw, name), 1), within=40)
-        print(f"{fault}: consuming again {time.monotonic() - healed:.1f} s after it healed")
-        await eventually(lambda: service.ready)
-
-        async def sent() -> bool:
-            with contextlib.suppress(QueueError):
-                await service.send(name, 2)
-                return True
-            return False
-
-        await eventually(sent, within=40)
-        await eventually(lambda: 2 in got)
-
-
-async def test_a_send_into_a_black_hole_ends_in_time_and_the_next_works(
-    private_rabbitmq: PrivateBroker, proxy: Proxy
-) -> None:
-    name = f"b-{uuid.uuid4().hex[:8]}"
-    settings = Settings(
-        type="rabbitmq",
-        url=through(proxy),
-        send_timeout=1.0,
-        breaker={"failure_threshold": 1_000},  # it would rest for half a minute
-    )
-    async with QueueService(settings) as service:
-        await service.send(name, "before")
-        proxy.black_hole()
-        begun = time.monotonic()
-        with pytest.raises((SendTimeout, BackendUnavailable)):
-            await service.send(name, "lost")
-        assert time.monotonic() - begun < 10
-        proxy.heal(forget=True)
-
-        async def sent() -> bool:
-            with contextlib.suppress(QueueError):
-                await service.send(name, "after")
-                return True
-            return False
-
-        await eventually(sent, within=40)
-        bodies = {message.body for message in await service.peek(name, 10)}
-        assert {b'"before"', b'"after"'} <= bodies
-
-
-async def test_a_frozen_broker_is_noticed_and_consuming_goes_on_afterwards(
-    private_rabbitmq: PrivateBroker,
-) -> None:
-    name = f"f-{uuid.uuid4().hex[:8]}"
-    got: list[int] = []
-
-    @consume(name)
-    async def handle(number: int) -> None:
-        got.append(number)
-
-    service = QueueService(Settings(type="rabbitmq", url=private_rabbitmq.url))
-    service.register(handle)
-    async with service:
-        await service.send(name, 0)
-        await eventually(lambda: got == [0])
-        with private_rabbitmq.frozen():
-            await eventually(lambda: not service.ready, within=20)
-            await asyncio.sleep(6)
-        await eventually(lambda: service.ready, within=40)
-
-        async def sent() -> bool:
-            with contextlib.suppress(QueueError):
-                await service.send(name, 1)
-                return True
-            return False
-
-        await eventually(sent, within=60)
-        await eventually(lambda: 1 in got)
 
 
 async def test_a_connection_that_an_operator_closed_ends_the_subscription(

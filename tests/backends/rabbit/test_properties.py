@@ -66,7 +66,7 @@ async def test_a_foreign_message_reaches_a_typed_handler_with_its_headers(
         "nested": {"a": [1, "two"]},
         "nothing": None,
     }
-    async with service, asyncio.timeout(15):
+    async with service, asyncio.timeout(60):
         await raw.basic_publish(
             b'{"id": 1}',
             routing_key=name,

@@ -13,8 +13,8 @@ import pytest
 from redis import exceptions
 
 from qkit.backend import QueueSpec, SubscriptionSpec
-from qkit.backends.redis.driver import Wire
-from qkit.backends.redis.errors import DRIVER_ERRORS, error_of, translated
+from qkit.backends.redis.driver import PipelinedConnection
+from qkit.backends.redis.errors import DRIVER_ERRORS, to_queue_error, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
 from qkit.errors import (
@@ -62,7 +62,7 @@ def test_every_error_that_the_driver_may_raise_becomes_ours_with_its_cause(
 ) -> None:
     error = raised(kind)
     assert isinstance(error, DRIVER_ERRORS)
-    with pytest.raises(QueueError) as caught, translated("publish", "orders"):
+    with pytest.raises(QueueError) as caught, translate_errors("publish", "orders"):
         raise error
     assert caught.value.cause is error
     assert caught.value.__cause__ is error
@@ -100,14 +100,14 @@ def test_every_error_that_the_driver_may_raise_becomes_ours_with_its_cause(
     ],
 )
 def test_what_the_server_says_is_understood(said: str, kind: type[QueueError]) -> None:
-    error = error_of(exceptions.ResponseError(said), "publish", "orders")
+    error = to_queue_error(exceptions.ResponseError(said), "publish", "orders")
     assert type(error) is kind
     assert said[:40] in error.message
 
 
 def test_our_own_errors_pass_as_they_are() -> None:
     own = SendTimeout("late")  # it is a TimeoutError too
-    with pytest.raises(SendTimeout) as caught, translated("publish"):
+    with pytest.raises(SendTimeout) as caught, translate_errors("publish"):
         raise own
     assert caught.value is own
 
@@ -151,14 +151,16 @@ async def test_no_call_lets_an_error_of_the_driver_out(
     backend = make(redis_url)
     await backend.start()
 
-    def fail(wire: Wire, *words: object, **options: object) -> asyncio.Future[Any]:
+    def fail(
+        connection: PipelinedConnection, *words: object, **options: object
+    ) -> asyncio.Future[Any]:
         answer = asyncio.get_running_loop().create_future()
         answer.set_exception(kind("it failed"))
         return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(Wire, "call", fail)
-        patch.setattr(Wire, "call_all", fail)
+        patch.setattr(PipelinedConnection, "call", fail)
+        patch.setattr(PipelinedConnection, "call_all", fail)
         with pytest.raises(QueueError) as caught:
             await CALLS[call](backend, name)
         assert isinstance(caught.value.cause, kind)
@@ -185,14 +187,16 @@ async def test_no_settlement_lets_an_error_of_the_driver_out(
             "receive": lambda: subscription.receive(1),
         }
 
-        def fail(wire: Wire, *words: object, **options: object) -> asyncio.Future[Any]:
+        def fail(
+            connection: PipelinedConnection, *words: object, **options: object
+        ) -> asyncio.Future[Any]:
             answer = asyncio.get_running_loop().create_future()
             answer.set_exception(exceptions.ConnectionError("it failed"))
             return answer
 
         with monkeypatch.context() as patch:
-            patch.setattr(Wire, "call", fail)
-            patch.setattr(Wire, "call_all", fail)
+            patch.setattr(PipelinedConnection, "call", fail)
+            patch.setattr(PipelinedConnection, "call_all", fail)
             with pytest.raises(BackendUnavailable) as caught:
                 await calls[settle]()
         assert isinstance(caught.value.cause, exceptions.ConnectionError)

@@ -382,7 +382,7 @@ async def test_closing_does_not_wait_for_a_consume_without_end(owner: Any) -> No
     await nc.say("queue.create", queue="tasks")
     waiting = asyncio.create_task(nc.say("queue.consume", queue="tasks", timeout=1_000))
     await asyncio.sleep(0.02)
-    await asyncio.wait_for(owner.server.aclose(), 3)
+    await asyncio.wait_for(owner.server.aclose(), 30)
     with pytest.raises(AssertionError, match="hung up"):
         await waiting
 

@@ -6,61 +6,59 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from qkit.backend import QueueStats
 from qkit.backends.kafka import codec, driver
 from qkit.backends.kafka.cluster import Cluster, not_found
-from qkit.backends.kafka.codec import Facts, KafkaRecord
-from qkit.backends.kafka.driver import TopicPartition
-from qkit.backends.kafka.names import Names
-from qkit.backends.kafka.offsets import Saved, Tracker, left
-from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
-from qkit.backends.kafka.reader import Reader
+from qkit.backends.kafka.codec import KafkaRecord, RecordAttributes
+from qkit.backends.kafka.driver import Partition
+from qkit.backends.kafka.names import TopicNames
+from qkit.backends.kafka.offsets import CommittedOffset, OffsetTracker, count_unsettled
+from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
+from qkit.backends.kafka.reader import PartitionReader
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import QueueError
 from qkit.message import GROUP, Envelope
 
-__all__ = ["Administration"]
-
-Place = Any  # the driver's TopicPartition
+__all__ = ["KafkaAdmin"]
 
 
 class _Message(NamedTuple):
     """A message in the log, and when it was written."""
 
-    place: Place
+    partition: Partition
     offset: int
     written_at: float
     envelope: Envelope
-    facts: Facts
+    attributes: RecordAttributes
 
 
 @dataclass(slots=True)
 class _Log:
     """Where the partitions of a channel and of its waiting room begin and end."""
 
-    begins: dict[Place, int] = field(default_factory=dict[Place, int])
-    ends: dict[Place, int] = field(default_factory=dict[Place, int])
-    removed: dict[Place, set[int]] = field(default_factory=dict[Place, set[int]])
+    begins: dict[Partition, int] = field(default_factory=dict[Partition, int])
+    ends: dict[Partition, int] = field(default_factory=dict[Partition, int])
+    removed: dict[Partition, set[int]] = field(default_factory=dict[Partition, set[int]])
 
 
-class Administration:
+class KafkaAdmin:
     """What ``Admin`` promises, on Kafka. ``is_topic`` tells what was declared as one here."""
 
     def __init__(
         self,
         cluster: Cluster,
-        reader: Reader,
-        sending: Sending,
-        names: Names,
+        reader: PartitionReader,
+        publisher: Publisher,
+        names: TopicNames,
         subscriptions: Collection[KafkaSubscription],
         *,
         is_topic: Callable[[str], bool],
     ) -> None:
         self._cluster = cluster
         self._reader = reader
-        self._sending = sending
+        self._publisher = publisher
         self._names = names
         self._subscriptions = subscriptions
         self._is_topic = is_topic
@@ -73,11 +71,11 @@ class Administration:
         depth = waiting = consumers = held = ours = 0
         for group in await self._groups(queue):
             marks = await self._marks(group, queue)
-            for place, end in log.ends.items():
-                mark = marks.get(place, Saved(log.begins[place]))
-                count = left(mark, log.begins[place], end)
-                if place.topic == queue:
-                    gone = log.removed.get(place, ())
+            for partition, end in log.ends.items():
+                mark = marks.get(partition, CommittedOffset(log.begins[partition]))
+                count = count_unsettled(mark, log.begins[partition], end)
+                if partition.topic == queue:
+                    gone = log.removed.get(partition, ())
                     depth += count - sum(1 for offset in gone if offset >= mark.offset)
                 else:
                     waiting += count
@@ -106,39 +104,45 @@ class Administration:
         waiting: list[_Message] = []
         for group, name in (await self._groups(queue)).items():
             marks = await self._marks(group, queue)
-            held = {(item.place, item.offset) for each in self._local(group) for item in each.held}
+            held = {
+                (item.partition, item.offset) for each in self._local(group) for item in each.held
+            }
             for message in await self._read(log, marks, "peek", limit):
                 if name is not None:
                     message.envelope.headers[GROUP] = name
-                if (message.place, message.offset) in held:
+                if (message.partition, message.offset) in held:
                     continue
-                (ready if message.place.topic == queue else waiting).append(message)
+                (ready if message.partition.topic == queue else waiting).append(message)
         ready.sort(key=lambda message: message.written_at)
-        waiting.sort(key=lambda message: message.facts.not_before or 0.0)
+        waiting.sort(key=lambda message: message.attributes.not_before or 0.0)
         return [message.envelope for message in (*ready, *waiting)][:limit]
 
     async def _read(
-        self, log: _Log, marks: dict[Place, Saved], operation: str, most: int | None = None
+        self,
+        log: _Log,
+        marks: dict[Partition, CommittedOffset],
+        operation: str,
+        most: int | None = None,
     ) -> list[_Message]:
         """What a group has not done yet; ``most`` of each partition are enough."""
-        ranges: dict[Place, tuple[int, int]] = {}
-        trackers: dict[Place, Tracker] = {}
+        ranges: dict[Partition, tuple[int, int]] = {}
+        trackers: dict[Partition, OffsetTracker] = {}
         hidden = 0
-        for place, end in log.ends.items():
-            mark = marks.get(place, Saved(log.begins[place]))
-            first = max(mark.offset, log.begins[place])
-            ranges[place] = first, end
-            trackers[place] = Tracker(mark.offset, mark.metadata)
-            settled = end - first - left(mark, log.begins[place], end)
-            hidden = max(hidden, settled + 2 * len(log.removed.get(place, ())))
+        for partition, end in log.ends.items():
+            mark = marks.get(partition, CommittedOffset(log.begins[partition]))
+            first = max(mark.offset, log.begins[partition])
+            ranges[partition] = first, end
+            trackers[partition] = OffsetTracker(mark.offset, mark.metadata)
+            settled = end - first - count_unsettled(mark, log.begins[partition], end)
+            hidden = max(hidden, settled + 2 * len(log.removed.get(partition, ())))
         enough = None if most is None else most + hidden
         found: list[_Message] = []
         for item in await self._reader.read(ranges, operation, enough):
-            place = TopicPartition(item.topic, item.partition)
-            if trackers[place].is_settled(item.offset):
+            partition = Partition(item.topic, item.partition)
+            if trackers[partition].is_settled(item.offset):
                 continue
-            if item.offset not in log.removed.get(place, ()):
-                found.append(_message(place, item))
+            if item.offset not in log.removed.get(partition, ()):
+                found.append(_message(partition, item))
         return found
 
     # Away with it
@@ -154,11 +158,11 @@ class Administration:
         for group in await self._groups(queue):
             for each in self._local(group):
                 each.purge(log.ends)
-                for place, tracker in each.membership.trackers.items():
-                    if place in deletable and tracker.pending:
-                        deletable[place] = min(deletable[place], *tracker.pending)
+                for partition, tracker in each.membership.trackers.items():
+                    if partition in deletable and tracker.pending:
+                        deletable[partition] = min(deletable[partition], *tracker.pending)
         await self._cluster.delete_records(
-            {place: end for place, end in deletable.items() if end > log.begins[place]}
+            {partition: end for partition, end in deletable.items() if end > log.begins[partition]}
         )
         held = 0 if before.in_flight is not None else self._held(queue)
         return max(0, before.depth + (before.scheduled or 0) - held)
@@ -180,22 +184,27 @@ class Administration:
                 wanted[message.envelope.id] -= 1
                 gone.append(message)
             else:
-                floors[message.place] = min(floors[message.place], message.offset)
-        hidden = [message for message in gone if message.offset > floors[message.place]]
+                floors[message.partition] = min(floors[message.partition], message.offset)
+        hidden = [message for message in gone if message.offset > floors[message.partition]]
         if hidden:
             await self._mark(queue, hidden)
         await self._cluster.delete_records(
-            {place: floor for place, floor in floors.items() if floor > log.begins[place]}
+            {
+                partition: floor
+                for partition, floor in floors.items()
+                if floor > log.begins[partition]
+            }
         )
         return len(gone)
 
     async def _mark(self, queue: str, messages: list[_Message]) -> None:
         markers = [
-            Outgoing(*codec.marker(message.offset), message.place.partition) for message in messages
+            OutgoingRecord(*codec.marker(message.offset), message.partition.partition)
+            for message in messages
         ]
         until: dict[int, int] = {}
-        for result in await self._sending.send(queue, markers, "remove"):
-            if not isinstance(result, Placed):
+        for result in await self._publisher.send(queue, markers, "remove"):
+            if not isinstance(result, RecordMetadata):
                 raise result
             until[result.partition] = max(until.get(result.partition, 0), result.offset + 1)
         await self._cluster.commit(self._names.markers(queue), queue, until)
@@ -207,16 +216,16 @@ class Administration:
             messages = await self._read(log, {}, "publish")
         else:  # as usual: so many offsets are so many messages, and only the oldest are looked at
             excess = {
-                place: (log.begins[place], max(log.begins[place], end - limit))
-                for place, end in log.ends.items()
+                partition: (log.begins[partition], max(log.begins[partition], end - limit))
+                for partition, end in log.ends.items()
             }
             read = await self._reader.read(excess, "publish")
-            messages = [_message(TopicPartition(item.topic, item.partition), item) for item in read]
+            messages = [_message(Partition(item.topic, item.partition), item) for item in read]
             limit = 0
         dropped = messages[: len(messages) - limit]
-        before: dict[Place, int] = {}
+        before: dict[Partition, int] = {}
         for message in dropped:
-            before[message.place] = message.offset + 1
+            before[message.partition] = message.offset + 1
         await self._cluster.delete_records(before)
         return [message.envelope for message in dropped]
 
@@ -243,7 +252,7 @@ class Administration:
         for topic in topics:
             for target, which in ((log.begins, driver.EARLIEST), (log.ends, driver.LATEST)):
                 for partition, offset in (await self._cluster.offsets(topic, which)).items():
-                    target[TopicPartition(topic, partition)] = offset
+                    target[Partition(topic, partition)] = offset
         await self._find_removed(queue, log, operation)
         return log
 
@@ -251,15 +260,15 @@ class Administration:
         """Which offsets are hidden, or are markers; only where a group says that there are some."""
         flags = await self._cluster.committed(self._names.markers(queue), [queue])
         ranges = {
-            place: (log.begins[place], saved.offset)
-            for place, saved in flags.items()
-            if place in log.begins
+            partition: (log.begins[partition], saved.offset)
+            for partition, saved in flags.items()
+            if partition in log.begins
         }
         for item in await self._reader.read(ranges, operation):
-            _, facts = codec.decode(item)
-            if facts.removed is not None:
-                place = TopicPartition(item.topic, item.partition)
-                log.removed.setdefault(place, set()).update((facts.removed, item.offset))
+            _, attributes = codec.decode(item)
+            if attributes.removed is not None:
+                partition = Partition(item.topic, item.partition)
+                log.removed.setdefault(partition, set()).update((attributes.removed, item.offset))
 
     async def _groups(self, queue: str) -> dict[str, str | None]:
         found = self._names.groups(queue, await self._cluster.groups())
@@ -268,25 +277,27 @@ class Administration:
             return {}  # a topic that no group wants holds nothing for anybody
         return found
 
-    async def _marks(self, group: str, queue: str) -> dict[Place, Saved]:
+    async def _marks(self, group: str, queue: str) -> dict[Partition, CommittedOffset]:
         """How far a group is; our own consumers know better than their last commit."""
         marks = await self._cluster.committed(group, [queue, self._names.retry(queue)])
         for each in self._local(group):
-            for place, tracker in each.membership.trackers.items():
-                marks[place] = tracker.snapshot()
+            for partition, tracker in each.membership.trackers.items():
+                marks[partition] = tracker.snapshot()
         return marks
 
     def _local(self, group: str) -> list[KafkaSubscription]:
         return [each for each in self._subscriptions if each.group == group and each.joined]
 
-    def _trackers(self, local: list[KafkaSubscription], queue: str) -> list[tuple[Tracker, bool]]:
+    def _trackers(
+        self, local: list[KafkaSubscription], queue: str
+    ) -> list[tuple[OffsetTracker, bool]]:
         return [
-            (tracker, place.topic == queue)
+            (tracker, partition.topic == queue)
             for each in local
-            for place, tracker in each.membership.trackers.items()
+            for partition, tracker in each.membership.trackers.items()
         ]
 
 
-def _message(place: Place, item: KafkaRecord) -> _Message:
-    envelope, facts = codec.decode(item)
-    return _Message(place, item.offset, item.timestamp / 1000, envelope, facts)
+def _message(partition: Partition, item: KafkaRecord) -> _Message:
+    envelope, attributes = codec.decode(item)
+    return _Message(partition, item.offset, item.timestamp / 1000, envelope, attributes)

@@ -14,26 +14,28 @@ from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.kafka import codec, driver
-from qkit.backends.kafka.admin import Administration
+from qkit.backends.kafka.admin import KafkaAdmin
 from qkit.backends.kafka.cluster import Cluster, not_found
-from qkit.backends.kafka.codec import DEAD_REASON, NEW, Facts
-from qkit.backends.kafka.connection import BACKEND, Address, translated
-from qkit.backends.kafka.driver import TopicPartition
-from qkit.backends.kafka.group import Timing
-from qkit.backends.kafka.names import Names
-from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
-from qkit.backends.kafka.reader import Reader
+from qkit.backends.kafka.codec import DEAD_REASON, NO_ATTRIBUTES, RecordAttributes
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Partition
+from qkit.backends.kafka.errors import BACKEND, translate_errors
+from qkit.backends.kafka.group import GroupTimeouts
+from qkit.backends.kafka.names import TopicNames
+from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
+from qkit.backends.kafka.reader import PartitionReader
 from qkit.backends.kafka.retry_tiers import TIERS
-from qkit.backends.kafka.retry_topic import delayed
+from qkit.backends.kafka.retry_topic import retry_record
 from qkit.backends.kafka.subscription import KafkaSubscription
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueFull
 from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["KafkaBackend"]
+__all__ = ["KafkaBackend", "from_settings"]
 
-FULL_AGAIN: Final = 0.3  # acks are committed in groups: a queue is full if it still is after this
-MARGIN: Final = 128 << 10  # beside the body: headers, and the frame around them
-LARGEST: Final = str(1 << 30)  # bytes of a dead letter
+FULL_RECHECK_SECONDS: Final = 0.3  # acks are committed in groups: a full queue is asked again
+HEADERS_MARGIN_BYTES: Final = 128 << 10  # beside the body: headers, and the frame around them
+MAX_DEAD_LETTER_BYTES: Final = 1 << 30
 
 
 class KafkaBackend:
@@ -72,7 +74,7 @@ class KafkaBackend:
         tls_key_file: str | Path | None = None,
     ) -> None:
         self._clock: Clock = clock if clock is not None else SystemClock()
-        self._address = Address(
+        self._parameters = ConnectionParameters(
             brokers,
             timeout=timeout,
             sasl_mechanism=sasl_mechanism,
@@ -83,21 +85,21 @@ class KafkaBackend:
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
         )
-        self._timing = Timing(session, heartbeat)
-        self._names = Names(group_prefix)
+        self._timeouts = GroupTimeouts(session, heartbeat)
+        self._names = TopicNames(group_prefix)
         self._partitions = partitions
         self._replicas = replicas
         self._batch = batch_size
         self._max_message_bytes = max_message_bytes
         self._specs: dict[str, QueueSpec] = {}
         self._subscriptions: set[KafkaSubscription] = set()
-        self._cluster = Cluster(self._address)
-        self._sending = Sending(self._address, self._cluster)
-        self._reader = Reader(self._address)
-        self._admin = Administration(
+        self._cluster = Cluster(self._parameters)
+        self._publisher = Publisher(self._parameters, self._cluster)
+        self._reader = PartitionReader(self._parameters)
+        self._admin = KafkaAdmin(
             self._cluster,
             self._reader,
-            self._sending,
+            self._publisher,
             self._names,
             self._subscriptions,
             is_topic=lambda queue: queue in self._specs and self._specs[queue].broadcast,
@@ -125,7 +127,9 @@ class KafkaBackend:
             # limited by their number, so time does not delete them, and their topic takes whatever
             # another program could write: a letter that fits nowhere would hold up its channel.
             partitions = 1 if spec.drop_oldest else self._partitions
-            more = {"retention.ms": "-1", "max.message.bytes": LARGEST} if spec.drop_oldest else {}
+            more: dict[str, str] = {}
+            if spec.drop_oldest:
+                more = {"retention.ms": "-1", "max.message.bytes": str(MAX_DEAD_LETTER_BYTES)}
             await self._create(spec.name, partitions, spec.replicas, more)
         self._specs[spec.name] = spec
 
@@ -133,7 +137,8 @@ class KafkaBackend:
         self, topic: str, partitions: int, replicas: int, more: Mapping[str, str] | None = None
     ) -> None:
         replicas = max(replicas, self._replicas)
-        config = {"max.message.bytes": str(self._max_message_bytes + MARGIN), **(more or {})}
+        max_bytes = self._max_message_bytes + HEADERS_MARGIN_BYTES
+        config = {"max.message.bytes": str(max_bytes), **(more or {})}
         if replicas > 1:
             config["min.insync.replicas"] = str(replicas // 2 + 1)
         await self._cluster.create(topic, partitions, replicas, config)
@@ -145,8 +150,8 @@ class KafkaBackend:
         if limited or not all(_is_plain(envelope) for envelope in envelopes):
             results = await self._publish_with_care(queue, spec, envelopes)
         else:
-            records = [Outgoing(*codec.encode(envelope)) for envelope in envelopes]
-            results = await self._sending.send(queue, records)
+            records = [OutgoingRecord(*codec.encode(envelope)) for envelope in envelopes]
+            results = await self._publisher.send(queue, records)
         if not any(isinstance(item, QueueError) for item in results):
             return [Sent(envelope.id) for envelope in envelopes]
         outcomes = [
@@ -157,25 +162,27 @@ class KafkaBackend:
 
     async def _publish_with_care(
         self, queue: str, spec: QueueSpec | None, envelopes: Sequence[Envelope]
-    ) -> list[Placed | QueueError]:
+    ) -> list[RecordMetadata | QueueError]:
         """Delayed messages, those for one group, dead letters, and queues with a limit."""
         fitting = await self._fitting(queue, spec, len(envelopes))
         now = self._clock.time()
-        direct: dict[int, Outgoing] = {}
-        aside: dict[int, Outgoing] = {}
+        direct: dict[int, OutgoingRecord] = {}
+        aside: dict[int, OutgoingRecord] = {}
         for number, envelope in enumerate(envelopes[:fitting]):
             due = envelope.not_before
             if (due is not None and due > now) or self._for_one_group(spec, envelope):
-                aside[number] = delayed(envelope, 0, due, now, NEW)
+                aside[number] = retry_record(envelope, 0, due, now, NO_ATTRIBUTES)
             else:
-                direct[number] = Outgoing(*codec.encode(envelope, facts=self._facts(envelope)))
-        results: dict[int, Placed | QueueError] = {}
+                direct[number] = OutgoingRecord(
+                    *codec.encode(envelope, attributes=self._attributes(envelope))
+                )
+        results: dict[int, RecordMetadata | QueueError] = {}
         for topic, records in ((queue, direct), (self._names.retry(queue), aside)):
             if not records:
                 continue
             if topic != queue:
                 await self._need_retry_topic(queue)
-            placed = await self._sending.send(topic, list(records.values()))
+            placed = await self._publisher.send(topic, list(records.values()))
             results.update(zip(records, placed, strict=True))
         if spec is not None and spec.drop_oldest and spec.max_depth is not None:
             try:
@@ -194,26 +201,30 @@ class KafkaBackend:
             return False  # in a dead letter the header is a fact like the others
         return spec is None or spec.broadcast
 
-    def _facts(self, envelope: Envelope) -> Facts:
+    def _attributes(self, envelope: Envelope) -> RecordAttributes:
         if DEAD_REASON not in envelope.headers:
-            return NEW
+            return NO_ATTRIBUTES
         found = (each.origin_of(envelope) for each in self._subscriptions)
-        return Facts(origin=next((origin for origin in found if origin is not None), None))
+        return RecordAttributes(
+            origin=next((origin for origin in found if origin is not None), None)
+        )
 
     async def _fitting(self, queue: str, spec: QueueSpec | None, count: int) -> int:
         """How many more a queue takes that has a limit."""
         if spec is None or spec.max_depth is None or spec.drop_oldest:
             return count
-        for wait in (FULL_AGAIN, None):
+        for wait in (FULL_RECHECK_SECONDS, None):
             room = spec.max_depth - (await self.stats(queue)).depth
             if room >= count or wait is None:
                 return max(0, min(room, count))
             await asyncio.sleep(wait)
         raise AssertionError("the loop returns")
 
-    async def _trim(self, queue: str, limit: int, results: list[Placed | QueueError]) -> None:
+    async def _trim(
+        self, queue: str, limit: int, results: list[RecordMetadata | QueueError]
+    ) -> None:
         """Let the oldest dead letters go while there are too many, and tell of each."""
-        placed = [item for item in results if isinstance(item, Placed)]
+        placed = [item for item in results if isinstance(item, RecordMetadata)]
         if not placed:
             return
         last = max(placed, key=lambda item: item.offset)
@@ -259,17 +270,17 @@ class KafkaBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[KafkaSubscription, None]:
-        async with translated("subscribe", spec.queue):
+        async with translate_errors("subscribe", spec.queue):
             if not await self._cluster.look(spec.queue):
                 raise not_found(spec.queue, "subscribe")
             subscription = KafkaSubscription(
-                self._address,
+                self._parameters,
                 self._cluster,
-                self._sending,
+                self._publisher,
                 spec,
                 group=self._names.group(spec.queue, spec.group if spec.broadcast else None),
                 retry=await self._need_retry_topic(spec.queue),
-                timing=self._timing,
+                timeouts=self._timeouts,
                 batch=self._batch,
                 clock=self._clock,
             )
@@ -295,7 +306,7 @@ class KafkaBackend:
         """Disconnect; idempotent."""
         for subscription in list(self._subscriptions):
             await subscription.leave()
-        await self._sending.aclose()
+        await self._publisher.aclose()
         await self._reader.aclose()
         await self._cluster.aclose()
 
@@ -311,12 +322,11 @@ class KafkaBackend:
         self, queue: str, partition: int, first: int, last: int
     ) -> list[tuple[int, Envelope]]:
         """Messages by offset; a marker that hides another is none."""
-        place = TopicPartition(queue, partition)
-        found = await self._reader.read({place: (first, last)}, "read")
+        found = await self._reader.read({Partition(queue, partition): (first, last)}, "read")
         messages: list[tuple[int, Envelope]] = []
         for item in found:
-            envelope, facts = codec.decode(item)
-            if facts.removed is None:
+            envelope, attributes = codec.decode(item)
+            if attributes.removed is None:
                 messages.append((item.offset, envelope))
         return messages
 
@@ -346,14 +356,40 @@ class KafkaBackend:
         """Delete the topic with all that is in it or beside it."""
         await self._admin.delete(queue)
 
-    # DeadLetterSource, DroppedLetterSource
-
-    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """This backend buries nothing by itself: a message that expired is delivered, and dies."""
+    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
+    # writes its dead letter
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
+
+
+def from_settings(settings: Settings, clock: Clock) -> KafkaBackend:
+    """Build the backend that the settings describe; it is not connected yet.
+
+    Args:
+        settings: settings of type ``kafka``, which have a ``url``.
+        clock: the clock of the service.
+    """
+    assert settings.url is not None
+    password = settings.sasl_password
+    return KafkaBackend(
+        settings.url.get_secret_value(),
+        clock=clock,
+        partitions=settings.partitions,
+        replicas=settings.replicas,
+        group_prefix=settings.group_prefix,
+        batch_size=settings.batch_size,
+        max_message_bytes=settings.max_message_bytes,
+        timeout=settings.send_timeout,
+        sasl_mechanism=settings.sasl_mechanism,
+        sasl_username=settings.sasl_username,
+        sasl_password=None if password is None else password.get_secret_value(),
+        tls=settings.tls,
+        tls_ca_file=settings.tls_ca_file,
+        tls_cert_file=settings.tls_cert_file,
+        tls_key_file=settings.tls_key_file,
+    )
 
 
 def _is_plain(envelope: Envelope) -> bool:

@@ -9,15 +9,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from qkit.backends.kafka import driver
-from qkit.backends.kafka.connection import BACKEND, Address, translated
-from qkit.backends.kafka.driver import Admin, NewTopic, RecordsToDelete, TopicPartition, errors
-from qkit.backends.kafka.offsets import Saved
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Admin, NewTopic, Partition, RecordsToDelete, errors
+from qkit.backends.kafka.errors import BACKEND, translate_errors
+from qkit.backends.kafka.offsets import CommittedOffset
 from qkit.errors import BackendUnavailable, ConfigError, QueueNotFound
 
 __all__ = ["Cluster", "not_found"]
 
 # Ways of the cluster to say "soon": a topic that was just made has no leader yet, …
-_SOON: Final = (
+_NOT_READY_ERRORS: Final = (
     errors.NotLeaderForPartitionError,
     errors.LeaderNotAvailableError,
     errors.UnknownTopicOrPartitionError,
@@ -31,17 +32,16 @@ _SOON: Final = (
 )
 R = TypeVar("R")
 Arguments = TypeVarTuple("Arguments")
-PAUSE: Final = 0.02
-PING: Final = 1.5  # the health check asks every two seconds
-SILENCE: Final = 1.0
-Place = Any  # the driver's TopicPartition
+POLL_INTERVAL_SECONDS: Final = 0.02
+PING_TIMEOUT_SECONDS: Final = 1.5  # the health check asks every two seconds
+DEAD_CONNECTION_SECONDS: Final = 1.0
 
 
 class Cluster:
     """Questions and orders to the cluster, through one connection to each broker."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, parameters: ConnectionParameters) -> None:
+        self._parameters = parameters
         self._admin: Any = None
         self._partitions: dict[str, int] = {}  # of topics that were there when we looked
 
@@ -50,9 +50,11 @@ class Cluster:
         if self._admin is not None:
             return
         # The driver's own limit is the shorter: it closes a connection that does not answer.
-        admin = driver.create_nothing(Admin(**self._address.options(self._address.timeout * 0.8)))
+        admin = driver.create_nothing(
+            Admin(**self._parameters.options(self._parameters.timeout * 0.8))
+        )
         try:
-            async with translated("start"), asyncio.timeout(self._address.timeout):
+            async with translate_errors("start"), asyncio.timeout(self._parameters.timeout):
                 await admin.start()
         except BaseException:
             await driver.close_admin(admin)
@@ -80,14 +82,14 @@ class Cluster:
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless a broker answers soon."""
-        async with translated("ping"), asyncio.timeout(PING):
+        async with translate_errors("ping"), asyncio.timeout(PING_TIMEOUT_SECONDS):
             await self._ask(driver.metadata_request([]))
 
     # Topics
 
     async def topics(self) -> list[str]:
         """The names of all topics but Kafka's own."""
-        return [name for name, facts in (await self._describe(None)).items() if not facts.internal]
+        return [name for name, topic in (await self._describe(None)).items() if not topic.internal]
 
     async def partitions(self, topic: str, operation: str) -> int:
         """How many partitions a topic has; ``QueueNotFound`` if it does not exist."""
@@ -117,7 +119,7 @@ class Cluster:
         """Make a topic, unless it exists; returns when its partitions can be used."""
         if await self.look(topic):
             return
-        async with translated("declare", topic), asyncio.timeout(self._address.timeout):
+        async with translate_errors("declare", topic), asyncio.timeout(self._parameters.timeout):
             new = NewTopic(topic, partitions, replicas, topic_configs=dict(config))
             answer = await self._connected.create_topics([new])
             for _, code, text in answer.topic_errors:
@@ -133,12 +135,12 @@ class Cluster:
                 if error not in (errors.NoError, errors.TopicAlreadyExistsError):
                     raise error(text)
             while not await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
-                await asyncio.sleep(PAUSE)
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
             await self.offsets(topic, driver.LATEST)
 
     async def delete(self, topics: list[str]) -> None:
         """Delete topics that exist; returns when they are gone."""
-        async with translated("delete", topics[0]), asyncio.timeout(self._address.timeout):
+        async with translate_errors("delete", topics[0]), asyncio.timeout(self._parameters.timeout):
             answer = await self._connected.delete_topics(topics)
             for _, code in answer.topic_error_codes:
                 error = errors.for_code(code)
@@ -146,21 +148,21 @@ class Cluster:
                     raise error
             for topic in topics:
                 while await self.look(topic):  # noqa: ASYNC110  # Kafka tells nobody
-                    await asyncio.sleep(PAUSE)
+                    await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def brokers(self) -> int:
         """How many brokers run."""
-        async with translated("declare"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("declare"), asyncio.timeout(self._parameters.timeout):
             return len((await self._ask(driver.metadata_request([]))).brokers)
 
     async def _describe(self, topics: list[str] | None) -> dict[str, _Topic]:
-        async with translated("describe"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("describe"), asyncio.timeout(self._parameters.timeout):
             answer = await self._ask(driver.metadata_request(topics))
         found: dict[str, _Topic] = {}
         for code, name, internal, partitions in answer.topics:
             error = errors.for_code(code)
             if error is errors.TopicAuthorizationFailedError:
-                async with translated("describe", name):
+                async with translate_errors("describe", name):
                     raise error(name)
             leaders = {partition[1]: partition[2] for partition in partitions}
             if error is errors.NoError and all(leader >= 0 for leader in leaders.values()):
@@ -171,7 +173,7 @@ class Cluster:
 
     async def offsets(self, topic: str, which: int) -> dict[int, int]:
         """The first (``EARLIEST``) or the next (``LATEST``) offset of each partition."""
-        async with translated("offsets", topic), asyncio.timeout(self._address.timeout):
+        async with translate_errors("offsets", topic), asyncio.timeout(self._parameters.timeout):
             return await _once_ready(self._offsets, topic, which)
 
     async def _offsets(self, topic: str, which: int) -> dict[int, int]:
@@ -192,11 +194,11 @@ class Cluster:
                     found[partition] = offset
         return found
 
-    async def delete_records(self, before: Mapping[Place, int]) -> None:
+    async def delete_records(self, before: Mapping[Partition, int]) -> None:
         """Delete what lies before these offsets."""
         if not before:
             return
-        async with translated("purge"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("purge"), asyncio.timeout(self._parameters.timeout):
             records = {tp: RecordsToDelete(before_offset=offset) for tp, offset in before.items()}
             await self._connected.delete_records(records)
 
@@ -204,46 +206,50 @@ class Cluster:
 
     async def groups(self) -> list[str]:
         """The ids of all consumer groups."""
-        async with translated("groups"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("groups"), asyncio.timeout(self._parameters.timeout):
             found = await _once_ready(self._connected.list_consumer_groups)
         return sorted(str(group[0]) for group in found)
 
     async def members(self, group: str) -> int:
         """How many consumers a group has."""
-        async with translated("groups"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("groups"), asyncio.timeout(self._parameters.timeout):
             describe = self._connected.describe_consumer_groups
             for answer in await _once_ready(describe, [group]):
                 for item in answer.groups:
                     return len(item[5])
         return 0
 
-    async def committed(self, group: str, topics: Iterable[str]) -> dict[Place, Saved]:
+    async def committed(
+        self, group: str, topics: Iterable[str]
+    ) -> dict[Partition, CommittedOffset]:
         """What a group has committed for these topics."""
         return await self.committed_of(
             group,
             [
-                TopicPartition(topic, partition)
+                Partition(topic, partition)
                 for topic in topics
                 for partition in range(self._partitions.get(topic) or await self.look(topic))
             ],
         )
 
-    async def committed_of(self, group: str, wanted: list[Place]) -> dict[Place, Saved]:
+    async def committed_of(
+        self, group: str, wanted: list[Partition]
+    ) -> dict[Partition, CommittedOffset]:
         """What a group has committed for these partitions."""
         if not wanted:
             return {}
-        async with translated("offsets"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("offsets"), asyncio.timeout(self._parameters.timeout):
             ask = functools.partial(self._connected.list_consumer_group_offsets, partitions=wanted)
             found = await _once_ready(ask, group)
         return {
-            tp: Saved(saved.offset, saved.metadata or "")
+            tp: CommittedOffset(saved.offset, saved.metadata or "")
             for tp, saved in found.items()
             if saved.offset >= 0
         }
 
     async def commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
         """Commit for a group; ``AckDeadlineExceeded`` if it has members: then they do it."""
-        async with translated("commit", topic), asyncio.timeout(self._address.timeout):
+        async with translate_errors("commit", topic), asyncio.timeout(self._parameters.timeout):
             await _once_ready(self._commit, group, topic, offsets)
 
     async def _commit(self, group: str, topic: str, offsets: Mapping[int, int]) -> None:
@@ -257,7 +263,7 @@ class Cluster:
 
     async def delete_groups(self, groups: list[str]) -> None:
         """Forget groups; one that still has members stays."""
-        async with translated("delete"), asyncio.timeout(self._address.timeout):
+        async with translate_errors("delete"), asyncio.timeout(self._parameters.timeout):
             for group in groups:
                 await _once_ready(self._delete_group, group)
 
@@ -284,7 +290,7 @@ class Cluster:
             return await client.send(node, request)
         except asyncio.CancelledError:
             # Perhaps the network forgot this connection: the next request shall have another.
-            if asyncio.get_running_loop().time() - began >= SILENCE:
+            if asyncio.get_running_loop().time() - began >= DEAD_CONNECTION_SECONDS:
                 driver.disconnect(client, node)
             raise
 
@@ -294,8 +300,8 @@ async def _once_ready(call: Callable[[*Arguments], Awaitable[R]], *arguments: *A
     while True:
         try:
             return await call(*arguments)
-        except _SOON:
-            await asyncio.sleep(PAUSE)
+        except _NOT_READY_ERRORS:
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
 
 class _Topic:

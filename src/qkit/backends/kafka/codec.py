@@ -13,7 +13,15 @@ from typing import Final, NamedTuple, Protocol
 from qkit.backends.common.raw_text import RAW, keep, kept, text_of
 from qkit.message import GROUP, Envelope
 
-__all__ = ["DEAD_REASON", "NEW", "Facts", "KafkaRecord", "Origin", "decode", "encode"]
+__all__ = [
+    "DEAD_REASON",
+    "NO_ATTRIBUTES",
+    "KafkaRecord",
+    "Origin",
+    "RecordAttributes",
+    "decode",
+    "encode",
+]
 
 ID: Final = "qkit-id"
 ATTEMPT: Final = "qkit-attempt"  # deliveries so far; absent on what was never delivered
@@ -53,7 +61,7 @@ class Origin(NamedTuple):
     offset: int
 
 
-class Facts(NamedTuple):
+class RecordAttributes(NamedTuple):
     """What a record says about its message beyond the envelope."""
 
     not_before: float | None = None
@@ -61,11 +69,11 @@ class Facts(NamedTuple):
     removed: int | None = None
 
 
-NEW: Final = Facts()  # most messages: never delivered, never delayed
+NO_ATTRIBUTES: Final = RecordAttributes()  # most messages: never delivered, never delayed
 
 
 def encode(
-    envelope: Envelope, *, deliveries: int = 0, facts: Facts = NEW
+    envelope: Envelope, *, deliveries: int = 0, attributes: RecordAttributes = NO_ATTRIBUTES
 ) -> tuple[bytes | None, bytes, list[tuple[str, bytes]]]:
     """Key, value and headers of ``envelope`` after so many deliveries.
 
@@ -82,12 +90,12 @@ def encode(
     key = None if envelope.key is None else _bytes(envelope.key)
     if RAW in envelope.headers:
         key, headers = _restored(envelope, key, headers)
-    if facts is NEW:
+    if attributes is NO_ATTRIBUTES:
         return key, envelope.body, headers
-    if facts.not_before is not None:
-        headers.append((NOT_BEFORE, _milliseconds(facts.not_before)))
-    if facts.origin is not None:
-        topic, partition, offset = facts.origin
+    if attributes.not_before is not None:
+        headers.append((NOT_BEFORE, _milliseconds(attributes.not_before)))
+    if attributes.origin is not None:
+        topic, partition, offset = attributes.origin
         headers.append((ORIGINAL_TOPIC, topic.encode()))
         headers.append((ORIGINAL_PARTITION, b"%d" % partition))
         headers.append((ORIGINAL_OFFSET, b"%d" % offset))
@@ -116,7 +124,7 @@ def marker(offset: int) -> tuple[None, bytes, list[tuple[str, bytes]]]:
     return None, b"", [(REMOVED, b"%d" % offset)]
 
 
-def decode(record: KafkaRecord) -> tuple[Envelope, Facts]:
+def decode(record: KafkaRecord) -> tuple[Envelope, RecordAttributes]:
     """The message of a record; its ``attempt`` is that of the delivery to come.
 
     A foreign record has no id: its place in the log is one, and stays the same however often it
@@ -158,10 +166,12 @@ def decode(record: KafkaRecord) -> tuple[Envelope, Facts]:
         key,
     )
     if not own:
-        return envelope, NEW
+        return envelope, NO_ATTRIBUTES
     envelope.attempt = (_number(own, ATTEMPT) or 0) + 1
     envelope.expires_at = _seconds(own, EXPIRES_AT)
-    return envelope, Facts(_seconds(own, NOT_BEFORE), _origin(own), _number(own, REMOVED))
+    return envelope, RecordAttributes(
+        _seconds(own, NOT_BEFORE), _origin(own), _number(own, REMOVED)
+    )
 
 
 def for_group(envelope: Envelope, group: str) -> bool:

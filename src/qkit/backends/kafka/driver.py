@@ -1,8 +1,14 @@
-"""aiokafka as this backend uses it: its names without its missing types, and its inside, bounded.
+"""aiokafka as this backend uses it: its public names with types, and its private attributes.
 
-Whatever is not part of the driver's public interface is touched here and nowhere else. It has no
-way to ask for metadata without creating the topic it asks about, none to end a client that cannot
-reach its broker, and none to ask for another round of the group.
+This is the only module that touches private attributes of aiokafka. aiokafka has no public call to
+request metadata without creating the topic, to close a client that cannot reach its broker, to
+request a rebalance, or to read a batch whose header names are not UTF-8.
+
+Tested with aiokafka 0.13.0 and 0.14.0. The request classes of 0.12 and older are lists.
+
+Fallback: ``create_nothing``, which every client passes, raises ``ConfigError`` if the installed
+version lacks an attribute, so that a service does not start and fail later in an outage. A missing
+parser for batches costs less: such a batch is reported as ``CorruptRecordException``.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -16,7 +22,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import aiokafka
 import aiokafka.admin
@@ -24,9 +30,12 @@ import aiokafka.consumer.fetcher
 import aiokafka.coordinator.protocol
 import aiokafka.partitioner
 from aiokafka import errors
+from aiokafka.consumer import group_coordinator
 from aiokafka.protocol import admin, commit, group, metadata, offset
+from aiokafka.record import default_records
 
 from qkit.backends.kafka import lenient_decoding
+from qkit.errors import ConfigError
 
 __all__ = [
     "Admin",
@@ -36,9 +45,9 @@ __all__ = [
     "MemberMetadata",
     "NewTopic",
     "OffsetAndMetadata",
+    "Partition",
     "Producer",
     "RecordsToDelete",
-    "TopicPartition",
     "close_admin",
     "close_consumer",
     "close_producer",
@@ -60,22 +69,34 @@ _group: Any = group
 _metadata: Any = metadata
 _offset: Any = offset
 _partitioner: Any = aiokafka.partitioner
+_coordinator: Any = group_coordinator
+_BatchParser: Any = getattr(default_records, "_DefaultRecordBatchPy", None)
 
 Consumer: Final[Any] = _aiokafka.AIOKafkaConsumer
 Producer: Final[Any] = _aiokafka.AIOKafkaProducer
 Admin: Final[Any] = _admin.AIOKafkaAdminClient
 NewTopic: Final[Any] = _admin.NewTopic
 RecordsToDelete: Final[Any] = _admin.RecordsToDelete
-TopicPartition: Final[Any] = _aiokafka.TopicPartition
 OffsetAndMetadata: Final[Any] = _aiokafka.OffsetAndMetadata
 MemberMetadata: Final[Any] = _group_protocol.ConsumerProtocolMemberMetadata
 MemberAssignment: Final[Any] = _group_protocol.ConsumerProtocolMemberAssignment
 Listener: Final[Any] = _aiokafka.ConsumerRebalanceListener
 
+if TYPE_CHECKING:
+
+    class Partition(NamedTuple):
+        """A partition of a topic: aiokafka's ``TopicPartition``, with types."""
+
+        topic: str
+        partition: int
+
+else:
+    Partition = aiokafka.TopicPartition
+
 EARLIEST: Final = -2
 LATEST: Final = -1
-CLOSING: Final = 5.0  # seconds for a client to say goodbye; then its tasks are cancelled
-FORCED: Final = 1.0
+CLOSE_TIMEOUT_SECONDS: Final = 5.0  # for a client to disconnect; then its tasks are cancelled
+FORCED_CLOSE_SECONDS: Final = 1.0
 
 
 def _holds_no_secret(record: logging.LogRecord) -> bool:
@@ -103,11 +124,10 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
     """The records of a fetch, also where the driver's parser fails.
 
     The driver decodes the names of headers as UTF-8, and drops what it has read before an error.
-    Tested with aiokafka 0.14.
     """
 
-    def __init__(self, place: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
-        _DriverRecords.__init__(self, place, records, aborted, offset, *more)
+    def __init__(self, partition: Any, records: Any, aborted: Any, offset: int, *more: Any) -> None:
+        _DriverRecords.__init__(self, partition, records, aborted, offset, *more)
         self._first = offset
         self._records_iterator: Iterator[Any] = self._records_iterator
 
@@ -118,8 +138,10 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
             raise
         except Exception as error:
             self._records_iterator = iter(())  # the driver's generator ended with the error
-            if _is_undecodable(error):
-                rest = lenient_decoding.records_from(self._records.data, self.next_fetch_offset)
+            if _is_undecodable(error) and _BatchParser is not None:
+                rest = lenient_decoding.records_from(
+                    self._records.data, self.next_fetch_offset, _open_batch
+                )
                 self._records_iterator = itertools.chain(
                     self._read_leniently(rest), self._unpack_records()
                 )
@@ -140,6 +162,24 @@ class _PartitionRecords(_DriverRecords):  # type: ignore[misc,unused-ignore]  # 
 def _is_undecodable(error: BaseException) -> bool:
     """Whether text was not UTF-8; of the driver's parsers only the one in C raises this error."""
     return isinstance(error, UnicodeDecodeError) or isinstance(error.__cause__, UnicodeDecodeError)
+
+
+def _open_batch(data: bytes) -> lenient_decoding.EncodedBatch:
+    batch = _BatchParser(data)
+
+    def payload() -> bytes:
+        batch._maybe_uncompress()
+        return bytes(memoryview(batch._buffer)[batch._pos :])
+
+    return lenient_decoding.EncodedBatch(
+        base_offset=batch.base_offset,
+        next_offset=batch.next_offset,
+        record_count=batch._num_records,
+        first_timestamp=batch.first_timestamp,
+        max_timestamp=batch.max_timestamp,
+        timestamp_type=batch.timestamp_type,
+        payload=payload,
+    )
 
 
 _fetcher.MemoryRecords = _Records
@@ -173,7 +213,11 @@ def create_nothing(user: Any) -> Any:
 
     Otherwise every client that still knows a deleted topic brings it back, with the broker's
     defaults instead of the declared ones.
+
+    Raises:
+        ConfigError: the installed aiokafka lacks an attribute that this module uses.
     """
+    _check_internals(user)
     client = client_of(user)
 
     async def update(cluster: Any, topics: Any) -> bool:
@@ -199,6 +243,43 @@ def create_nothing(user: Any) -> Any:
 
     client._metadata_update = update
     return user
+
+
+def _check_internals(user: Any) -> None:
+    """Raise ``ConfigError`` if this version of aiokafka lacks what this module uses."""
+    missing = [
+        f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{name}"
+        for owner, names in _internals(user)
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    if not callable(_metadata.MetadataRequest):
+        missing.append("MetadataRequest()")
+    if missing:
+        raise ConfigError(
+            f"aiokafka {_aiokafka.__version__} is not supported: it has no {', '.join(missing)}; "
+            "install a version that qkit is tested with: 0.13 or 0.14",
+            backend="kafka",
+            operation="start",
+        )
+
+
+def _internals(user: Any) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Objects of the driver with the private attributes that this module uses of them."""
+    yield user, () if hasattr(user, "client") else ("_client",)
+    if hasattr(user, "client") or hasattr(user, "_client"):
+        yield client_of(user), ("_conns", "_get_conn", "_metadata_update")
+    if isinstance(user, Consumer):
+        yield user, ("_closed", "_coordinator", "_fetcher", "_group_id")
+        yield (
+            _coordinator.GroupCoordinator,
+            ("request_rejoin", "_stop_heartbeat_task", "_stop_commit_offsets_refresh_task"),
+        )
+    elif isinstance(user, Producer):
+        yield user, ("_closed", "_message_accumulator", "_sender")
+        if hasattr(user, "_message_accumulator"):
+            names = ("_append_batch", "_batches", "_closed", "_exception", "_pending_batches")
+            yield user._message_accumulator, names
 
 
 def metadata_request(topics: list[str] | None) -> Any:
@@ -246,22 +327,22 @@ async def close_consumer(consumer: Any) -> None:
         if not coordinator._closing.done():
             coordinator._closing.set_result(None)
         coordinator._coordination_task.cancel()
-        await _within(FORCED, asyncio.wait({coordinator._coordination_task}))
-        await _within(FORCED, coordinator._stop_heartbeat_task())
-        await _within(FORCED, coordinator._stop_commit_offsets_refresh_task())
+        await _within(FORCED_CLOSE_SECONDS, asyncio.wait({coordinator._coordination_task}))
+        await _within(FORCED_CLOSE_SECONDS, coordinator._stop_heartbeat_task())
+        await _within(FORCED_CLOSE_SECONDS, coordinator._stop_commit_offsets_refresh_task())
         await _leave_group(consumer._client, coordinator)
     elif coordinator is not None:
-        await _within(FORCED, coordinator.close())
+        await _within(FORCED_CLOSE_SECONDS, coordinator.close())
     if fetcher is not None:
-        await _within(FORCED, fetcher.close())
-    await _within(FORCED, consumer._client.close())
+        await _within(FORCED_CLOSE_SECONDS, fetcher.close())
+    await _within(FORCED_CLOSE_SECONDS, consumer._client.close())
 
 
 async def _leave_group(client: Any, coordinator: Any) -> None:
     if coordinator.member_id and coordinator.coordinator_id is not None:
         request = _group.LeaveGroupRequest(coordinator.group_id, coordinator.member_id)
         # Not on the group's own connection: there it would stand behind a join that waits.
-        await _within(FORCED, client.send(coordinator.coordinator_id, request))
+        await _within(FORCED_CLOSE_SECONDS, client.send(coordinator.coordinator_id, request))
 
 
 async def send_batch(
@@ -274,18 +355,18 @@ async def send_batch(
     around the first; it and one of ours would come a few turns of the loop too late for a sender
     that sends again at once.
     """
-    accumulator, place = producer._message_accumulator, TopicPartition(topic, partition)
+    accumulator, target = producer._message_accumulator, Partition(topic, partition)
     if (
         partition in (producer.client.cluster.partitions_for_topic(topic) or ())
-        and not accumulator._batches.get(place)
+        and not accumulator._batches.get(target)
         and not accumulator._closed
         and accumulator._exception is None
     ):  # then this is all that the driver would do
-        waiting = accumulator._append_batch(batch, place)
+        waiting = accumulator._append_batch(batch, target)
     else:
         shield = await producer.send_batch(batch, topic, partition=partition)
         shield.cancel()
-        waiting = accumulator._batches[place][-1]
+        waiting = accumulator._batches[target][-1]
     future: asyncio.Future[Any] = waiting.future
     answer = future.get_loop().create_future()
     waiting._msg_futures.append((answer, first))
@@ -294,27 +375,27 @@ async def send_batch(
 
 def has_ended(producer: Any) -> bool:
     """Whether a producer met an error after which it sends nothing more."""
-    sending = producer._sender.sender_task
-    return sending is not None and bool(sending.done())
+    sender_task = producer._sender.sender_task
+    return sender_task is not None and bool(sender_task.done())
 
 
-async def close_producer(producer: Any, *, flush: float = CLOSING) -> None:
+async def close_producer(producer: Any, *, flush: float = CLOSE_TIMEOUT_SECONDS) -> None:
     """Wait so long for what is on its way, then give it up and disconnect."""
     if flush > 0 and await _within(flush, producer.stop()):
         return
     producer._closed = True
     producer._message_accumulator._closed = True  # what comes now is refused
-    sending = producer._sender.sender_task
-    if sending is not None:
+    sender_task = producer._sender.sender_task
+    if sender_task is not None:
         for _ in range(3):  # it waits for its requests, and each takes a cancellation
-            sending.cancel()
-            await asyncio.wait({sending}, timeout=0.05)
-            if sending.done():
+            sender_task.cancel()
+            await asyncio.wait({sender_task}, timeout=0.05)
+            if sender_task.done():
                 break
-    await _within(FORCED, producer.client.close())
-    if sending is not None and not sending.done():
-        sending.cancel()
-        await asyncio.wait({sending}, timeout=FORCED)
+    await _within(FORCED_CLOSE_SECONDS, producer.client.close())
+    if sender_task is not None and not sender_task.done():
+        sender_task.cancel()
+        await asyncio.wait({sender_task}, timeout=FORCED_CLOSE_SECONDS)
     _count_as_pending(producer._message_accumulator)
 
 
@@ -326,7 +407,7 @@ def _count_as_pending(accumulator: Any) -> None:
 
 async def close_admin(admin: Any) -> None:
     """Disconnect."""
-    await _within(CLOSING, admin.close())
+    await _within(CLOSE_TIMEOUT_SECONDS, admin.close())
 
 
 async def _within(seconds: float, work: Any) -> bool:

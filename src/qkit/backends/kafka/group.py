@@ -1,6 +1,6 @@
-"""A consumer's place in its group: which partitions it has, and what it commits of them.
+"""Membership of a consumer in its group: which partitions it has, and what it commits of them.
 
-The driver's rebalance takes all partitions away, rewinds those that stay, and deals them out again.
+The driver's rebalance takes all partitions away, rewinds those that stay, and assigns all again.
 Here a partition that stays goes on where it was: as long as the group's commit is still ours,
 nobody else has touched it. Commits are gathered: one at a time, and not more often than needed.
 """
@@ -15,30 +15,30 @@ from typing import Any, Final
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
 from qkit.backends.kafka import driver
-from qkit.backends.kafka.assignor import Assignor, Claim
+from qkit.backends.kafka.assignor import Assignor, MemberState
 from qkit.backends.kafka.cluster import Cluster
 from qkit.backends.kafka.codec import KafkaRecord
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, error_of
-from qkit.backends.kafka.driver import Consumer, Listener, OffsetAndMetadata, TopicPartition
-from qkit.backends.kafka.offsets import Saved, Tracker
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Consumer, Listener, OffsetAndMetadata, Partition
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, to_queue_error
+from qkit.backends.kafka.offsets import CommittedOffset, OffsetTracker
 from qkit.errors import AckDeadlineExceeded, ConfigError, QueueError, SubscriptionLost
 
-__all__ = ["Membership", "Place", "Timing", "lost"]
+__all__ = ["GroupMembership", "GroupTimeouts", "lost"]
 
-Place = Any  # the driver's TopicPartition
 
-COMMIT_EVERY: Final = 0.05
-COMMIT_AGAIN: Final = 0.5
-COMMIT_WITHIN: Final = 5.0
-PATIENCE: Final = 2.0  # with a rebalance that is under way when this consumer leaves
-BATCH_WITHIN: Final = 1.0  # an incomplete batch is committed after so long
+COMMIT_INTERVAL_SECONDS: Final = 0.05
+COMMIT_RETRY_SECONDS: Final = 0.5
+COMMIT_TIMEOUT_SECONDS: Final = 5.0
+REBALANCE_WAIT_SECONDS: Final = 2.0  # for a rebalance that is under way when this consumer leaves
+BATCH_COMMIT_SECONDS: Final = 1.0  # an incomplete batch is committed after so long
 FETCH_BYTES: Final = 512 << 10  # of a partition; more would only wait in memory
-FETCH_WAIT: Final = 0.25
-WATCH_EVERY: Final = 2.0
-FOREVER: Final = (1 << 31) - 1
+FETCH_WAIT_SECONDS: Final = 0.25
+TOPIC_CHECK_INTERVAL_SECONDS: Final = 2.0
+MAX_POLL_INTERVAL_MS: Final = (1 << 31) - 1  # no limit: a paused channel is no dead consumer
 
 
-class Timing:
+class GroupTimeouts:
     """How long a silent consumer keeps its partitions, and how soon it hears of a change."""
 
     def __init__(self, session: float = 45.0, heartbeat: float = 1.0) -> None:
@@ -48,7 +48,7 @@ class Timing:
         self.drain = min(10.0, session * 0.4)
 
 
-class Membership:
+class GroupMembership:
     """Joined to a group from ``join`` to ``leave``.
 
     ``moved`` is called after every rebalance, before anything is read, ``lost`` when partitions
@@ -58,39 +58,39 @@ class Membership:
 
     def __init__(
         self,
-        address: Address,
+        parameters: ConnectionParameters,
         cluster: Cluster,
         *,
         group: str,
         topic: str,
         retry: str,
         from_end: bool,
-        timing: Timing,
+        timeouts: GroupTimeouts,
         batch: int | None,
         moved: Callable[[], None],
-        lost: Callable[[list[Tracker]], None],
+        lost: Callable[[list[OffsetTracker]], None],
         changed: Callable[[], None],
         committed: Callable[[Exception | None], None],
     ) -> None:
-        self._address = address
+        self._parameters = parameters
         self._cluster = cluster
         self.group = group
         self.topic = topic
         self._retry = retry
         self._from_end = from_end  # a new group of a topic begins with what is sent from now on
-        self._timing = timing
+        self._timeouts = timeouts
         self._batch = batch
         self._moved = moved
         self._tell_lost = lost
         self._changed = changed
         self._tell_committed = committed
-        self.trackers: dict[Place, Tracker] = {}
+        self.trackers: dict[Partition, OffsetTracker] = {}
         self.broken: QueueError | None = None
         self._consumer: Any = None
         self._leaving = False
         self._ending = False
         self._left = False
-        self._wanted: dict[Place, float] = {}  # since when another should have it
+        self._wanted: dict[Partition, float] = {}  # since when another should have it
         self._steady = asyncio.Event()  # no rebalance is under way
         self._dirty = asyncio.Event()
         self._unsaved = 0
@@ -119,18 +119,18 @@ class Membership:
                 group_id=self.group,
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",
-                partition_assignment_strategy=(Assignor(self._claim, self._deal),),
-                session_timeout_ms=round(self._timing.session * 1000),
-                heartbeat_interval_ms=round(self._timing.heartbeat * 1000),
-                rebalance_timeout_ms=round(self._timing.session * 1000),
-                max_poll_interval_ms=FOREVER,  # a paused channel is no dead consumer
+                partition_assignment_strategy=(Assignor(self._member_state, self._on_assigned),),
+                session_timeout_ms=round(self._timeouts.session * 1000),
+                heartbeat_interval_ms=round(self._timeouts.heartbeat * 1000),
+                rebalance_timeout_ms=round(self._timeouts.session * 1000),
+                max_poll_interval_ms=MAX_POLL_INTERVAL_MS,
                 max_partition_fetch_bytes=FETCH_BYTES,
-                fetch_max_wait_ms=round(FETCH_WAIT * 1000),
-                **self._address.options(),
+                fetch_max_wait_ms=round(FETCH_WAIT_SECONDS * 1000),
+                **self._parameters.options(),
             )
         )
         self._consumer.subscribe([self.topic, self._retry], listener=_listener(self))
-        async with asyncio.timeout(self._timing.session + self._address.timeout):
+        async with asyncio.timeout(self._timeouts.session + self._parameters.timeout):
             await self._consumer.start()
             await self._steady.wait()
         if self.broken is not None:
@@ -152,12 +152,12 @@ class Membership:
         """
         for topic in (self.topic, self._retry):
             ends = await self._cluster.offsets(topic, driver.LATEST)
-            places = [TopicPartition(topic, partition) for partition in ends]
-            if not await self._cluster.committed_of(self.group, places):
+            partitions = [Partition(topic, partition) for partition in ends]
+            if not await self._cluster.committed_of(self.group, partitions):
                 with contextlib.suppress(AckDeadlineExceeded):  # its members did so before us
                     await self._cluster.commit(self.group, topic, ends)
 
-    def resign(self) -> None:
+    def give_up_idle_partitions(self) -> None:
         """Keep only the partitions of which something is held, until that is settled."""
         if not self._leaving:
             self._leaving = True
@@ -176,7 +176,7 @@ class Membership:
             # A commit in the midst of a rebalance is refused: what is settled would come again.
             if self.trackers:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PATIENCE):
+                    async with asyncio.timeout(REBALANCE_WAIT_SECONDS):
                         await self._steady.wait()
                 await self._commit()
         finally:
@@ -188,18 +188,22 @@ class Membership:
 
     # Reading
 
-    async def poll(self, most: int, seconds: float) -> list[tuple[Place, list[KafkaRecord]]]:
+    async def poll(self, most: int, seconds: float) -> list[tuple[Partition, list[KafkaRecord]]]:
         """The next records of the channel's own partitions; safe to cancel."""
         if not self._steady.is_set():
             await self._steady.wait()
         found = await self._consumer.getmany(timeout_ms=round(seconds * 1000), max_records=most)
-        return [(place, records) for place, records in found.items() if place in self.trackers]
+        return [
+            (partition, records)
+            for partition, records in found.items()
+            if partition in self.trackers
+        ]
 
-    def skip_to(self, place: Place, offset: int) -> None:
+    def skip_to(self, partition: Partition, offset: int) -> None:
         """Read on from this offset."""
-        self.trackers[place].skip_to(offset)
-        if place.topic == self.topic:
-            self._consumer.seek(place, offset)
+        self.trackers[partition].skip_to(offset)
+        if partition.topic == self.topic:
+            self._consumer.seek(partition, offset)
 
     def fail(self, error: QueueError) -> None:
         """Nothing can be read or settled any more: somebody must subscribe again."""
@@ -216,7 +220,7 @@ class Membership:
 
     # Committing
 
-    def settled(self, tracker: Tracker) -> None:
+    def settled(self, tracker: OffsetTracker) -> None:
         """Something of this partition is done: commit it soon."""
         self._unsaved += 1
         if not tracker.held and (self._leaving or self._wanted):
@@ -229,7 +233,7 @@ class Membership:
             self._dirty.set()
         elif self._flushing is None:
             loop = asyncio.get_running_loop()
-            self._flushing = loop.call_later(BATCH_WITHIN, self._dirty.set)
+            self._flushing = loop.call_later(BATCH_COMMIT_SECONDS, self._dirty.set)
 
     async def _commit_by_need(self) -> None:
         while True:
@@ -239,7 +243,7 @@ class Membership:
             done = await self._commit()
             if not done:
                 self._dirty.set()  # the next one takes it along
-            await asyncio.sleep(COMMIT_EVERY if done else COMMIT_AGAIN)
+            await asyncio.sleep(COMMIT_INTERVAL_SECONDS if done else COMMIT_RETRY_SECONDS)
 
     async def _commit(self) -> bool:
         """Commit every mark that moved; whether the coordinator has them."""
@@ -247,16 +251,16 @@ class Membership:
             self._flushing.cancel()
             self._flushing = None
         self._unsaved = 0
-        news: dict[Place, Saved] = {}
-        for place, tracker in self.trackers.items():
+        news: dict[Partition, CommittedOffset] = {}
+        for partition, tracker in self.trackers.items():
             if (unsaved := tracker.unsaved()) is not None:
-                news[place] = unsaved
+                news[partition] = unsaved
         if not news or self.broken is not None:
             return True
         try:
-            async with asyncio.timeout(min(COMMIT_WITHIN, self._address.timeout)):
+            async with asyncio.timeout(min(COMMIT_TIMEOUT_SECONDS, self._parameters.timeout)):
                 await self._consumer.commit(
-                    {place: OffsetAndMetadata(*saved) for place, saved in news.items()}
+                    {partition: OffsetAndMetadata(*saved) for partition, saved in news.items()}
                 )
         except DRIVER_ERRORS as error:
             # What is settled stays so in the trackers; without a commit it would come again only
@@ -265,28 +269,28 @@ class Membership:
             self._tell_committed(error)
             return False
         self._tell_committed(None)
-        for place, saved in news.items():
-            if place in self.trackers:
-                self.trackers[place].saved = saved
+        for partition, saved in news.items():
+            if partition in self.trackers:
+                self.trackers[partition].saved = saved
         return True
 
     # Rebalancing
 
-    def _claim(self) -> Claim:
+    def _member_state(self) -> MemberState:
         """What this member tells the group's leader when it joins."""
-        busy = frozenset(place for place in self.trackers if self._is_busy(place))
+        busy = frozenset(partition for partition in self.trackers if self._is_busy(partition))
         given = frozenset(self._wanted) - busy
         owned = frozenset(self.trackers) - given
-        return Claim(driver.generation_of(self._consumer), owned, busy, self._leaving)
+        return MemberState(driver.generation_of(self._consumer), owned, busy, self._leaving)
 
-    def _is_busy(self, place: Place) -> bool:
+    def _is_busy(self, partition: Partition) -> bool:
         """Whether another would handle something again if it had this partition now."""
-        tracker = self.trackers[place]
+        tracker = self.trackers[partition]
         return tracker.held > 0 or tracker.unsaved() is not None
 
-    def _deal(self, wanted: frozenset[Place]) -> None:
+    def _on_assigned(self, wanted: frozenset[Partition]) -> None:
         now = asyncio.get_running_loop().time()
-        self._wanted = {place: self._wanted.get(place, now) for place in wanted}
+        self._wanted = {partition: self._wanted.get(partition, now) for partition in wanted}
         if wanted:
             self._idle.set()
 
@@ -300,12 +304,12 @@ class Membership:
         except Exception as error:  # the driver would log it and go on
             self.fail(lost(error, self.topic))
 
-    async def assigned(self, places: Iterable[Place]) -> None:
+    async def assigned(self, partitions: Iterable[Partition]) -> None:
         """A rebalance is over: go on where this consumer was, begin where it was not."""
         if self._left or self.broken is not None:
             return
         try:
-            await self._take_over(set(places))
+            await self._take_over(set(partitions))
             self._moved()
         except Exception as error:  # the driver would log it, and nobody would ever be steady
             self.fail(lost(error, self.topic))
@@ -314,65 +318,69 @@ class Membership:
         self._dirty.set()
         self._changed()
 
-    async def _take_over(self, places: set[Place]) -> None:
+    async def _take_over(self, partitions: set[Partition]) -> None:
         for topic in (self.topic, self._retry):
             if not await self._cluster.look(topic):
                 raise SubscriptionLost(
                     f"the topic {topic!r} was deleted", backend=BACKEND, operation="receive"
                 )
         committed = await self._cluster.committed(self.group, (self.topic, self._retry))
-        gone = set(self.trackers) - places
+        gone = set(self.trackers) - partitions
         moved_on = {
-            place
-            for place in places & set(self.trackers)
-            if committed.get(place) != self.trackers[place].saved
+            partition
+            for partition in partitions & set(self.trackers)
+            if committed.get(partition) != self.trackers[partition].saved
         }
         self._lose([*gone, *moved_on])
-        new = places - set(self.trackers)
+        new = partitions - set(self.trackers)
         unknown = new - set(committed)
         starts = await self._starts(unknown, committed) if unknown else {}
-        for place in new:
-            saved = committed.get(place)
+        for partition in new:
+            saved = committed.get(partition)
             if saved is not None:
-                self.trackers[place] = Tracker(saved.offset, saved.metadata, saved)
+                self.trackers[partition] = OffsetTracker(saved.offset, saved.metadata, saved)
             else:
-                self.trackers[place] = Tracker(starts[place])
-        for place, tracker in self.trackers.items():
-            self._consumer.seek(place, tracker.end)
+                self.trackers[partition] = OffsetTracker(starts[partition])
+        for partition, tracker in self.trackers.items():
+            self._consumer.seek(partition, tracker.end)
         self._pause()
         if self._from_end and unknown:
             # From here on the group receives, also if it is away when the next message comes.
-            marks = {place: OffsetAndMetadata(starts[place], "") for place in unknown}
-            async with asyncio.timeout(self._address.timeout):
+            marks = {partition: OffsetAndMetadata(starts[partition], "") for partition in unknown}
+            async with asyncio.timeout(self._parameters.timeout):
                 await self._consumer.commit(marks)
-            for place in unknown:
-                self.trackers[place].saved = Saved(starts[place])
+            for partition in unknown:
+                self.trackers[partition].saved = CommittedOffset(starts[partition])
 
-    async def _starts(self, places: set[Place], committed: dict[Place, Saved]) -> dict[Place, int]:
+    async def _starts(
+        self, partitions: set[Partition], committed: dict[Partition, CommittedOffset]
+    ) -> dict[Partition, int]:
         """Where to begin in partitions of which the group knows nothing.
 
         Partitions that were added later are read from their beginning: the group existed before.
         """
-        starts: dict[Place, int] = {}
-        for topic in {place.topic for place in places}:
-            new = self._from_end and not any(place.topic == topic for place in committed)
+        starts: dict[Partition, int] = {}
+        for topic in {partition.topic for partition in partitions}:
+            new = self._from_end and not any(partition.topic == topic for partition in committed)
             which = driver.LATEST if new else driver.EARLIEST
             for partition, offset in (await self._cluster.offsets(topic, which)).items():
-                starts[TopicPartition(topic, partition)] = offset
+                starts[Partition(topic, partition)] = offset
         return starts
 
     def _pause(self) -> None:
         """The driver reads only the channel's own partitions, and none that is to be given up."""
         paused = [
-            place
-            for place in self.trackers
-            if place.topic == self._retry or place in self._wanted or self._leaving
+            partition
+            for partition in self.trackers
+            if partition.topic == self._retry or partition in self._wanted or self._leaving
         ]
         with contextlib.suppress(*DRIVER_ERRORS):  # in the midst of a rebalance it has none
             self._consumer.pause(*paused)
 
-    def _lose(self, places: Iterable[Place]) -> None:
-        lost = [self.trackers.pop(place) for place in places if place in self.trackers]
+    def _lose(self, partitions: Iterable[Partition]) -> None:
+        lost = [
+            self.trackers.pop(partition) for partition in partitions if partition in self.trackers
+        ]
         for tracker in lost:
             tracker.lost = True
         self._tell_lost(lost)
@@ -388,8 +396,8 @@ class Membership:
             await self._steady.wait()
             while self._giving():
                 await self._commit()
-                busy = [place for place in self._giving() if self._is_busy(place)]
-                late = [place for place in busy if self._is_late(place, loop.time())]
+                busy = [partition for partition in self._giving() if self._is_busy(partition)]
+                late = [partition for partition in busy if self._is_late(partition, loop.time())]
                 if late:
                     self._let_go(late)
                 if len(busy) < len(self._giving()) or late:
@@ -400,25 +408,27 @@ class Membership:
                         await self._idle.wait()
                         self._idle.clear()
                 await self._steady.wait()
-            await asyncio.sleep(self._timing.heartbeat / 2)  # the round is under way by then
+            await asyncio.sleep(self._timeouts.heartbeat / 2)  # the round is under way by then
 
-    def _giving(self) -> list[Place]:
-        return [place for place in self.trackers if self._leaving or place in self._wanted]
+    def _giving(self) -> list[Partition]:
+        return [
+            partition for partition in self.trackers if self._leaving or partition in self._wanted
+        ]
 
-    def _is_late(self, place: Place, now: float) -> bool:
-        since = self._wanted.get(place)
-        return not self._leaving and since is not None and now - since >= self._timing.drain
+    def _is_late(self, partition: Partition, now: float) -> bool:
+        since = self._wanted.get(partition)
+        return not self._leaving and since is not None and now - since >= self._timeouts.drain
 
-    def _let_go(self, places: list[Place]) -> None:
+    def _let_go(self, partitions: list[Partition]) -> None:
         """Its messages take too long: they come again to whoever has the partition next."""
         logger.warning(
             "%s: %d messages were not settled within %.0f s of a rebalance; another consumer gets "
             "them as well",
             self.group,
-            sum(self.trackers[place].held for place in places),
-            self._timing.drain,
+            sum(self.trackers[partition].held for partition in partitions),
+            self._timeouts.drain,
         )
-        self._lose(places)
+        self._lose(partitions)
         self._moved()
         self._changed()
 
@@ -427,7 +437,7 @@ class Membership:
     async def _watch(self) -> None:
         """Notice what the driver keeps to itself: a topic that is gone."""
         while True:
-            await asyncio.sleep(WATCH_EVERY)
+            await asyncio.sleep(TOPIC_CHECK_INTERVAL_SECONDS)
             with contextlib.suppress(QueueError):
                 if not await self._cluster.look(self.topic):
                     self.fail(
@@ -443,7 +453,7 @@ class Membership:
 
 def lost(error: BaseException, topic: str) -> QueueError:
     """Return why a subscription ended: ``ConfigError`` if subscribing again does not help."""
-    found = error if isinstance(error, QueueError) else error_of(error, "receive", topic)
+    found = error if isinstance(error, QueueError) else to_queue_error(error, "receive", topic)
     if isinstance(found, SubscriptionLost | ConfigError):
         return found
     return SubscriptionLost(
@@ -455,7 +465,7 @@ def lost(error: BaseException, topic: str) -> QueueError:
     )
 
 
-def _listener(membership: Membership) -> Any:
+def _listener(membership: GroupMembership) -> Any:
     """The driver wants a class of its own kind."""
 
     class Rebalances(Listener):  # type: ignore[misc]  # the driver has no types

@@ -4,23 +4,17 @@ Kafka takes any bytes as the name of a header, and the driver's parser refuses t
 one is slower and reads such a batch alone.
 """
 
-# pyright: reportMissingTypeStubs=false
-# The driver has none.
-
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
-
-from aiokafka.record import default_records
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 from qkit.backends.common.raw_text import RAW, text_of
 
-__all__ = ["Batch", "Record", "records_from"]
+__all__ = ["Batch", "EncodedBatch", "Record", "records_from"]
 
-_parser: Any = default_records  # without types
 LOG_OVERHEAD: Final = 12  # bytes of the base offset and the length in front of a batch
 MAGIC_AT: Final = 16  # where the version of a batch stands
 WITH_HEADERS: Final = 2  # the first version that has headers
@@ -46,26 +40,42 @@ class Batch(NamedTuple):
     next_offset: int
 
 
-def records_from(data: bytes, offset: int) -> Batch:
-    """Return the records from ``offset`` on of the batch that holds it; ``data`` is whole batches.
+class EncodedBatch(NamedTuple):
+    """The header of a batch, and a function that returns its records, decompressed."""
+
+    base_offset: int
+    next_offset: int
+    record_count: int
+    first_timestamp: int
+    max_timestamp: int
+    timestamp_type: int
+    payload: Callable[[], bytes]
+
+
+def records_from(data: bytes, offset: int, open_batch: Callable[[bytes], EncodedBatch]) -> Batch:
+    """Return the records from ``offset`` on of the batch that holds it.
 
     Headers whose names are not UTF-8 have replaced names, and ``qkit-raw`` keeps the bytes.
+
+    Args:
+        data: whole batches, as they were fetched.
+        offset: the first offset to return.
+        open_batch: parses the header of one batch.
     """
     at = 0
     while at + LOG_OVERHEAD <= len(data):
         end = at + LOG_OVERHEAD + int.from_bytes(data[at + 8 : at + LOG_OVERHEAD], "big")
         if data[at + MAGIC_AT] >= WITH_HEADERS:
-            batch = _parser._DefaultRecordBatchPy(data[at:end])
+            batch = open_batch(data[at:end])
             if batch.next_offset > offset:
                 return Batch(_records(batch, offset), batch.next_offset)
         at = end
     raise ValueError(f"no batch has the offset {offset}")
 
 
-def _records(batch: Any, first: int) -> Iterator[Record]:
-    batch._maybe_uncompress()
-    data, at = bytes(batch._buffer), batch._pos
-    for _ in range(batch._num_records):
+def _records(batch: EncodedBatch, first: int) -> Iterator[Record]:
+    data, at = batch.payload(), 0
+    for _ in range(batch.record_count):
         length, at = _varint(data, at)
         end = at + length
         record = _record(batch, data, at)
@@ -74,7 +84,7 @@ def _records(batch: Any, first: int) -> Iterator[Record]:
         at = end
 
 
-def _record(batch: Any, data: bytes, at: int) -> Record:
+def _record(batch: EncodedBatch, data: bytes, at: int) -> Record:
     at += 1  # attributes, of which there are none
     later, at = _varint(data, at)
     behind, at = _varint(data, at)

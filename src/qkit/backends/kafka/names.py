@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Final
 
-from qkit.backends.kafka.connection import BACKEND
+from qkit.backends.kafka.errors import BACKEND
 from qkit.errors import ConfigError
 
-__all__ = ["Names"]
+__all__ = ["TopicNames"]
 
 RETRY: Final = ".retry"
 REMOVED: Final = "::removed"  # no group's name can hold a colon
 
 
-class Names:
+class TopicNames:
     """Topics are named as their channels; groups after them, so that a person finds them.
 
-    >>> names = Names("staging.")
+    >>> names = TopicNames("staging.")
     >>> names.retry("orders"), names.group("orders", None), names.group("prices", "mail")
     ('orders.retry', 'staging.orders', 'staging.prices:mail')
     """

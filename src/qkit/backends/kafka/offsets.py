@@ -11,38 +11,40 @@ import re
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-__all__ = ["Saved", "Tracker", "left"]
+__all__ = ["CommittedOffset", "OffsetTracker", "count_unsettled"]
 
 METADATA_LIMIT: Final = 4_096  # bytes, Kafka's own default
 _METADATA: Final = re.compile(r"qk1 (\d{1,18}) (\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)")
 
 
-class Saved(NamedTuple):
+class CommittedOffset(NamedTuple):
     """A commit as the group's coordinator keeps it."""
 
     offset: int
     metadata: str = ""
 
 
-class Tracker:
+class OffsetTracker:
     """One partition while this consumer has it.
 
-    >>> tracker = Tracker(7)
+    >>> tracker = OffsetTracker(7)
     >>> for offset in (7, 8, 9):
     ...     tracker.read(offset)
     >>> tracker.settle(8)
     >>> tracker.snapshot()
-    Saved(offset=7, metadata='qk1 3 0,2')
+    CommittedOffset(offset=7, metadata='qk1 3 0,2')
     >>> tracker.settle(7), tracker.settle(9)
     (None, None)
     >>> tracker.snapshot()
-    Saved(offset=10, metadata='')
+    CommittedOffset(offset=10, metadata='')
     """
 
     __slots__ = ("_gone_until", "_left", "end", "held", "lost", "pending", "saved", "start")
 
-    def __init__(self, start: int, metadata: str = "", saved: Saved | None = None) -> None:
-        self.start = Saved(start)
+    def __init__(
+        self, start: int, metadata: str = "", saved: CommittedOffset | None = None
+    ) -> None:
+        self.start = CommittedOffset(start)
         self.end = start  # the offset after the last that was read
         self.pending: dict[int, object] = {}  # read, not settled: what by whom is theirs to say
         self.held = 0  # how many of them somebody works on
@@ -67,19 +69,19 @@ class Tracker:
         """It is done."""
         self.pending.pop(offset, None)
 
-    def snapshot(self) -> Saved:
+    def snapshot(self) -> CommittedOffset:
         """What to commit now."""
         ahead = [offset for offset in self._left if offset >= self.end]
         held = sorted([*self.pending, *ahead])
         end = max(self.end, self._gone_until)
         if not held:
-            return Saved(end)
+            return CommittedOffset(end)
         mark = held[0]
         if end - mark == len(held):
-            return Saved(mark)  # nothing behind the mark is settled
-        return Saved(mark, _describe(mark, end, held))
+            return CommittedOffset(mark)  # nothing behind the mark is settled
+        return CommittedOffset(mark, _describe(mark, end, held))
 
-    def unsaved(self) -> Saved | None:
+    def unsaved(self) -> CommittedOffset | None:
         """What to commit now, unless the coordinator has it, or nothing is settled yet."""
         now = self.snapshot()
         if now == self.saved or (self.saved is None and now == self.start):
@@ -87,10 +89,10 @@ class Tracker:
         return now
 
 
-def left(saved: Saved, begin: int, end: int) -> int:
-    """How many messages from ``begin`` up to ``end`` a commit leaves to do.
+def count_unsettled(saved: CommittedOffset, begin: int, end: int) -> int:
+    """Count the messages from ``begin`` up to ``end`` that a commit does not settle.
 
-    >>> left(Saved(7, "qk1 3 0,2"), begin=0, end=12)
+    >>> count_unsettled(CommittedOffset(7, "qk1 3 0,2"), begin=0, end=12)
     4
     """
     until, unsettled = _parse(saved.offset, saved.metadata)

@@ -1,4 +1,4 @@
-"""The way out: records in batches through one idempotent producer that is never trusted for ever.
+"""Publishing: records in batches through one idempotent producer, replaced when unconfirmed.
 
 The driver tries a batch again until it arrives, in its place and without repeating it: that is what
 idempotence is for. But it has no end to it. A batch that is not confirmed in time is given up here
@@ -18,19 +18,20 @@ from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.cluster import Cluster, not_found
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, error_of
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, to_queue_error
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 
-__all__ = ["Outgoing", "Placed", "Sending"]
+__all__ = ["OutgoingRecord", "Publisher", "RecordMetadata"]
 
 BATCH_BYTES: Final = 512 << 10
 STICKY_BYTES: Final = 16 << 10  # keyless records stay on one partition for so long, as Java's do
-LOOK_EVERY: Final = 0.25
-SLOW: Final = 0.5  # a send that takes longer may be to a topic that somebody deleted
-FLUSH: Final = 1.0
+CHECK_INTERVAL_SECONDS: Final = 0.25
+SLOW_SEND_SECONDS: Final = 0.5  # a send that takes longer may be to a topic that somebody deleted
+FLUSH_TIMEOUT_SECONDS: Final = 1.0
 
 
-class Outgoing(NamedTuple):
+class OutgoingRecord(NamedTuple):
     """A record on its way to a topic; ``partition`` is none where its key decides."""
 
     key: bytes | None
@@ -39,15 +40,15 @@ class Outgoing(NamedTuple):
     partition: int | None = None
 
 
-class Placed(NamedTuple):
-    """Where a record went, and where the log of that partition begins."""
+class RecordMetadata(NamedTuple):
+    """Partition and offset of a confirmed record, and the first offset of that partition."""
 
     partition: int
     offset: int
     log_start: int
 
 
-class _Pack:
+class _BatchBuilder:
     """A batch of the driver's that is being filled, up to ``BATCH_BYTES``."""
 
     __slots__ = ("batch", "first", "numbers")
@@ -57,15 +58,15 @@ class _Pack:
         self.first: Any = None
         self.numbers: list[int] = []
 
-    def add(self, number: int, record: Outgoing) -> bool:
+    def add(self, number: int, record: OutgoingRecord) -> bool:
         """Whether there was room; a record that is larger than a batch has one for itself."""
         key, value, headers, _ = record
-        placed = self.batch.append(key=key, value=value, timestamp=None, headers=headers)
-        if placed is None:
+        metadata = self.batch.append(key=key, value=value, timestamp=None, headers=headers)
+        if metadata is None:
             return False
         self.numbers.append(number)
         if self.first is None:
-            self.first = placed
+            self.first = metadata
         return True
 
 
@@ -77,29 +78,29 @@ class _Batch(NamedTuple):
     answer: asyncio.Future[Any]
 
 
-class _Flight(NamedTuple):
-    """A batch on its way: where to, since when, and for whom."""
+class _InFlightBatch(NamedTuple):
+    """A batch that is not confirmed yet: its topic, when it was sent, and the sender's future."""
 
     topic: str
     since: float
     answer: asyncio.Future[Any]
 
 
-class Sending:
-    """Everything this backend sends; returns once every in-sync replica has it."""
+class Publisher:
+    """Sends every record of this backend; returns once every in-sync replica has it."""
 
-    def __init__(self, address: Address, cluster: Cluster) -> None:
-        self._address = address
+    def __init__(self, parameters: ConnectionParameters, cluster: Cluster) -> None:
+        self._parameters = parameters
         self._cluster = cluster
         self._producer: Any = None
         self._making = asyncio.Lock()
-        self._on_way: dict[Any, dict[asyncio.Future[Any], _Flight]] = {}  # by producer
+        self._in_flight: dict[Any, dict[asyncio.Future[Any], _InFlightBatch]] = {}  # by producer
         self._watching: asyncio.Task[None] | None = None
         self._sticky: dict[str, tuple[int, int]] = {}  # partition and bytes sent to it
 
     async def send(
-        self, topic: str, records: Sequence[Outgoing], operation: str = "publish"
-    ) -> list[Placed | QueueError]:
+        self, topic: str, records: Sequence[OutgoingRecord], operation: str = "publish"
+    ) -> list[RecordMetadata | QueueError]:
         """Where each record is now, or why it is not there.
 
         Raises ``QueueNotFound`` when the topic does not exist. Safe to cancel: what was on its way
@@ -108,7 +109,7 @@ class Sending:
         if not records:
             return []
         partitions = await self._cluster.partitions(topic, operation)
-        results: list[Placed | QueueError] = [_LOST] * len(records)
+        results: list[RecordMetadata | QueueError] = [_NOT_CONFIRMED] * len(records)
         batches: list[_Batch] = []
         producer = self._producer
         try:
@@ -124,11 +125,11 @@ class Sending:
                 else:
                     partition, offset, log_start = outcome
                     for at, number in enumerate(batch.numbers):
-                        results[number] = Placed(partition, offset + at, log_start)
+                        results[number] = RecordMetadata(partition, offset + at, log_start)
         except DRIVER_ERRORS as error:  # a producer that refuses a batch refuses all that follow
             _turn_away(batches)
             await self._retire(producer)
-            raise error_of(error, operation, topic) from error
+            raise to_queue_error(error, operation, topic) from error
         except asyncio.CancelledError:
             _turn_away(batches)
             raise
@@ -141,41 +142,43 @@ class Sending:
         producer: Any,
         topic: str,
         partitions: int,
-        records: Sequence[Outgoing],
+        records: Sequence[OutgoingRecord],
         batches: list[_Batch],
     ) -> None:
         """Give the records to the driver in batches by partition; adds each to ``batches``."""
         since = asyncio.get_running_loop().time()
-        packs: dict[int, _Pack] = {}
+        builders: dict[int, _BatchBuilder] = {}
         for number, record in enumerate(records):
             partition = self._partition(topic, partitions, record)
-            pack = packs.get(partition)
-            if pack is not None and pack.add(number, record):
+            builder = builders.get(partition)
+            if builder is not None and builder.add(number, record):
                 continue
-            if pack is not None:  # full
-                batches.append(await self._launch(producer, topic, partition, pack, since))
-            pack = packs[partition] = _Pack(producer.create_batch())
-            pack.add(number, record)
-        for partition, pack in packs.items():
-            batches.append(await self._launch(producer, topic, partition, pack, since))
+            if builder is not None:  # full
+                batches.append(await self._launch(producer, topic, partition, builder, since))
+            builder = builders[partition] = _BatchBuilder(producer.create_batch())
+            builder.add(number, record)
+        for partition, builder in builders.items():
+            batches.append(await self._launch(producer, topic, partition, builder, since))
 
     async def _launch(
-        self, producer: Any, topic: str, partition: int, pack: _Pack, since: float
+        self, producer: Any, topic: str, partition: int, builder: _BatchBuilder, since: float
     ) -> _Batch:
-        pack.batch.close()
-        future, answer = await driver.send_batch(producer, pack.batch, pack.first, topic, partition)
-        flight = _Flight(topic, since, answer)
-        flights = self._on_way.get(producer)
-        if flights is None:  # it was given up in between
-            _give_up(future, flight, _given_up())
+        builder.batch.close()
+        future, answer = await driver.send_batch(
+            producer, builder.batch, builder.first, topic, partition
+        )
+        batch = _InFlightBatch(topic, since, answer)
+        in_flight = self._in_flight.get(producer)
+        if in_flight is None:  # it was given up in between
+            _give_up(future, batch, _given_up())
         else:  # a sender that goes away leaves its batch under watch
-            flights[future] = flight
-            future.add_done_callback(flights.pop)
+            in_flight[future] = batch
+            future.add_done_callback(in_flight.pop)
             if self._watching is None:
                 self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
-        return _Batch(partition, pack.numbers, answer)
+        return _Batch(partition, builder.numbers, answer)
 
-    def _partition(self, topic: str, partitions: int, record: Outgoing) -> int:
+    def _partition(self, topic: str, partitions: int, record: OutgoingRecord) -> int:
         if record.partition is not None:
             return record.partition
         if record.key is not None:
@@ -191,27 +194,27 @@ class Sending:
     async def _watch(self) -> None:
         """Look after what is on its way, while there is any for long."""
         try:
-            await asyncio.sleep(LOOK_EVERY)
-            while any(self._on_way.values()):
-                for producer, flights in list(self._on_way.items()):
-                    await self._look_after(producer, list(flights.items()))
-                await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
+            while any(self._in_flight.values()):
+                for producer, in_flight in list(self._in_flight.items()):
+                    await self._look_after(producer, list(in_flight.items()))
+                await asyncio.sleep(CHECK_INTERVAL_SECONDS)
         finally:
             self._watching = None
 
     async def _look_after(
-        self, producer: Any, flights: list[tuple[asyncio.Future[Any], _Flight]]
+        self, producer: Any, in_flight: list[tuple[asyncio.Future[Any], _InFlightBatch]]
     ) -> None:
         now = asyncio.get_running_loop().time()
-        if any(now - flight.since >= self._address.timeout for _, flight in flights):
+        if any(now - batch.since >= self._parameters.timeout for _, batch in in_flight):
             await self._retire(producer, error=_given_up())
             return
-        slow = {flight.topic for _, flight in flights if now - flight.since >= SLOW}
+        slow = {batch.topic for _, batch in in_flight if now - batch.since >= SLOW_SEND_SECONDS}
         for topic in slow:
             with contextlib.suppress(QueueError):
                 if not await self._cluster.look(topic):
                     # The driver would wait for somebody to make the topic again, and then send.
-                    doomed = {future for future, flight in flights if flight.topic == topic}
+                    doomed = {future for future, batch in in_flight if batch.topic == topic}
                     await self._retire(producer, spare=doomed, error=not_found(topic, "publish"))
                     return
 
@@ -227,16 +230,16 @@ class Sending:
                         linger_ms=0,
                         max_batch_size=BATCH_BYTES,
                         max_request_size=1 << 30,  # the codec and the topic have their limits
-                        **self._address.options(),
+                        **self._parameters.options(),
                     )
                 )
                 try:
-                    async with asyncio.timeout(self._address.timeout):
+                    async with asyncio.timeout(self._parameters.timeout):
                         await producer.start()
                 except BaseException:
                     await driver.close_producer(producer, flush=0.0)
                     raise
-                self._on_way[producer] = {}
+                self._in_flight[producer] = {}
                 self._producer = producer
             return self._producer
 
@@ -253,32 +256,34 @@ class Sending:
         """
         if self._producer is producer:
             self._producer = None
-        flights = self._on_way.pop(producer, None)
-        if flights is None:
+        in_flight = self._in_flight.pop(producer, None)
+        if in_flight is None:
             return  # somebody else does it
         others: set[asyncio.Future[Any]] = set()
         if spare is not None:
-            others = set(flights) - set(spare)
+            others = set(in_flight) - set(spare)
         if others:
-            await asyncio.wait(others, timeout=FLUSH)
-        pending = [item for item in flights.items() if not item[0].done()]
+            await asyncio.wait(others, timeout=FLUSH_TIMEOUT_SECONDS)
+        pending = [item for item in in_flight.items() if not item[0].done()]
         await driver.close_producer(producer, flush=0.0)
-        for future, flight in pending:
+        for future, batch in pending:
             mine = spare is None or future in spare
-            _give_up(future, flight, error if error and mine else _given_up())
+            _give_up(future, batch, error if error and mine else _given_up())
 
     async def aclose(self) -> None:
         """Wait for what is on its way, and disconnect."""
         async with self._making:
             producer, self._producer = self._producer, None
         if producer is not None:
-            self._on_way.pop(producer, None)
-            await driver.close_producer(producer, flush=min(driver.CLOSING, self._address.timeout))
+            self._in_flight.pop(producer, None)
+            await driver.close_producer(
+                producer, flush=min(driver.CLOSE_TIMEOUT_SECONDS, self._parameters.timeout)
+            )
         if self._watching is not None:
             await cancel_and_wait([self._watching])
 
 
-async def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueError:
+async def _outcome(batch: _Batch, operation: str, topic: str) -> RecordMetadata | QueueError:
     """Where the first record of a batch is, or why it is not there."""
     try:
         found = await batch.answer
@@ -286,8 +291,8 @@ async def _outcome(batch: _Batch, operation: str, topic: str) -> Placed | QueueE
         return error
     except DRIVER_ERRORS as error:
         logger.debug("%s: not sent: %r", topic, error)
-        return error_of(error, operation, topic)
-    return Placed(batch.partition, found.offset, max(0, found.log_start_offset or 0))
+        return to_queue_error(error, operation, topic)
+    return RecordMetadata(batch.partition, found.offset, max(0, found.log_start_offset or 0))
 
 
 def _turn_away(batches: list[_Batch]) -> None:
@@ -297,8 +302,8 @@ def _turn_away(batches: list[_Batch]) -> None:
             batch.answer.exception()  # else asyncio would complain that nobody looked
 
 
-def _give_up(future: asyncio.Future[Any], flight: _Flight, error: QueueError) -> None:
-    for waited in (future, flight.answer):
+def _give_up(future: asyncio.Future[Any], batch: _InFlightBatch, error: QueueError) -> None:
+    for waited in (future, batch.answer):
         if not waited.done():
             waited.set_exception(copy.copy(error))
     future.exception()  # the answer is for whoever waits, this one for nobody
@@ -312,5 +317,5 @@ def _given_up() -> SendTimeout:
     )
 
 
-_LOST: Final = BackendUnavailable("not confirmed", backend=BACKEND, operation="publish")
+_NOT_CONFIRMED: Final = BackendUnavailable("not confirmed", backend=BACKEND, operation="publish")
 _partition_of: Final = functools.lru_cache(4_096)(driver.partition_of)

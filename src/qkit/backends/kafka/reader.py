@@ -1,4 +1,4 @@
-"""Looking into topics without consuming: a reader without a group, one look at a time."""
+"""Read ranges of partitions without a group, one call at a time."""
 
 from __future__ import annotations
 
@@ -9,62 +9,66 @@ from typing import Any, Final
 
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.codec import KafkaRecord
-from qkit.backends.kafka.connection import Address, translated
-from qkit.backends.kafka.driver import Consumer
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Consumer, Partition
+from qkit.backends.kafka.errors import translate_errors
 
-__all__ = ["Reader"]
+__all__ = ["PartitionReader"]
 
-Place = Any  # the driver's TopicPartition
-ROUND: Final = 1_000
+MAX_RECORDS_PER_POLL: Final = 1_000
 
 
-class Reader:
+class PartitionReader:
     """Reads ranges of partitions, in their order."""
 
-    def __init__(self, address: Address) -> None:
-        self._address = address
+    def __init__(self, parameters: ConnectionParameters) -> None:
+        self._parameters = parameters
         self._consumer: Any = None
         self._turn = asyncio.Lock()
 
     async def read(
-        self, ranges: Mapping[Place, tuple[int, int]], operation: str, most: int | None = None
+        self, ranges: Mapping[Partition, tuple[int, int]], operation: str, most: int | None = None
     ) -> list[KafkaRecord]:
         """The records from the first offset of each range up to, not including, the second.
 
         ``most`` is how many of each partition are enough.
         """
-        wanted = {place: span for place, span in ranges.items() if span[0] < span[1]}
+        wanted = {partition: span for partition, span in ranges.items() if span[0] < span[1]}
         if not wanted:
             return []
         found: list[KafkaRecord] = []
         counts = dict.fromkeys(wanted, 0)
         async with self._looking(operation) as consumer:
             consumer.assign(list(wanted))
-            for place, (first, _) in wanted.items():
-                consumer.seek(place, first)
+            for partition, (first, _) in wanted.items():
+                consumer.seek(partition, first)
             while wanted:
-                batches = await consumer.getmany(*wanted, timeout_ms=500, max_records=ROUND)
-                for place, records in batches.items():
+                batches = await consumer.getmany(
+                    *wanted, timeout_ms=500, max_records=MAX_RECORDS_PER_POLL
+                )
+                for partition, records in batches.items():
                     for item in records:
-                        enough = most is not None and counts[place] >= most
-                        if item.offset >= wanted[place][1] or enough:
+                        enough = most is not None and counts[partition] >= most
+                        if item.offset >= wanted[partition][1] or enough:
                             break
                         found.append(item)
-                        counts[place] += 1
-                for place in list(wanted):
+                        counts[partition] += 1
+                for partition in list(wanted):
                     # Not every offset has a record: the position tells how far it has come.
-                    position = await consumer.position(place)
-                    if position >= wanted[place][1] or (most is not None and counts[place] >= most):
-                        del wanted[place]
-                        consumer.pause(place)
+                    position = await consumer.position(partition)
+                    if position >= wanted[partition][1] or (
+                        most is not None and counts[partition] >= most
+                    ):
+                        del wanted[partition]
+                        consumer.pause(partition)
         return found
 
     @asynccontextmanager
     async def _looking(self, operation: str) -> AsyncGenerator[Any, None]:
-        async with translated(operation), self._turn:
+        async with translate_errors(operation), self._turn:
             consumer = self._consumer
             try:
-                async with asyncio.timeout(self._address.timeout):
+                async with asyncio.timeout(self._parameters.timeout):
                     if consumer is None:
                         consumer = driver.create_nothing(
                             Consumer(
@@ -72,7 +76,7 @@ class Reader:
                                 enable_auto_commit=False,
                                 auto_offset_reset="earliest",
                                 fetch_max_wait_ms=50,
-                                **self._address.options(),
+                                **self._parameters.options(),
                             )
                         )
                         await consumer.start()

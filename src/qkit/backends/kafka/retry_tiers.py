@@ -11,7 +11,7 @@ import heapq
 import itertools
 from typing import Final, Generic, TypeVar
 
-__all__ = ["TIERS", "Waiting", "hop_at", "tier_of"]
+__all__ = ["TIERS", "DueHeap", "leaves_tier_at", "tier_of"]
 
 TIERS: Final = 13  # 1 s, 2 s, 4 s, … 4,096 s
 
@@ -27,21 +27,21 @@ def tier_of(delay: float) -> int:
     return min(max(int(delay), 1).bit_length() - 1, TIERS - 1)
 
 
-def hop_at(tier: int, written_at: float, due: float) -> float:
+def leaves_tier_at(tier: int, written_at: float, due: float) -> float:
     """When a record that was written at this time leaves its tier.
 
-    >>> hop_at(3, written_at=100.0, due=112.5)
+    >>> leaves_tier_at(3, written_at=100.0, due=112.5)
     108.0
     """
     return min(due, written_at + (1 << tier))
 
 
-class Waiting(Generic[T]):
-    """What waits for its time, soonest first.
+class DueHeap(Generic[T]):
+    """Heap of items by due time.
 
-    >>> waiting = Waiting[str]()
-    >>> waiting.add(3.0, "late"); waiting.add(1.0, "soon")
-    >>> waiting.next_at, waiting.pop_due(2.0)
+    >>> heap = DueHeap[str]()
+    >>> heap.add(3.0, "late"); heap.add(1.0, "soon")
+    >>> heap.next_at, heap.pop_due(2.0)
     (1.0, ['soon'])
     """
 

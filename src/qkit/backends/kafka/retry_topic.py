@@ -1,4 +1,4 @@
-"""What waits for its time in a channel's retry topic: read ahead, delivered or sent on when due."""
+"""Consumer of a channel's retry topic: reads ahead, delivers or sends on when due."""
 
 from __future__ import annotations
 
@@ -9,67 +9,37 @@ from typing import Any, Final
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.tasks import cancel_and_wait
-from qkit.backend import Delivery
 from qkit.backends.kafka import codec, driver
-from qkit.backends.kafka.codec import Facts, KafkaRecord, Origin
-from qkit.backends.kafka.connection import DRIVER_ERRORS, Address
-from qkit.backends.kafka.driver import Consumer
-from qkit.backends.kafka.group import Place
-from qkit.backends.kafka.offsets import Tracker
-from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
-from qkit.backends.kafka.retry_tiers import Waiting, hop_at, tier_of
+from qkit.backends.kafka.codec import KafkaRecord, RecordAttributes
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Consumer, Partition
+from qkit.backends.kafka.errors import DRIVER_ERRORS
+from qkit.backends.kafka.fetched_message import FetchedMessage
+from qkit.backends.kafka.offsets import OffsetTracker
+from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
+from qkit.backends.kafka.retry_tiers import DueHeap, leaves_tier_at, tier_of
 from qkit.errors import QueueError
 from qkit.message import GROUP, Envelope
 
-__all__ = ["Delays", "Item", "delayed"]
+__all__ = ["RetryTopicConsumer", "retry_record"]
 
 READ_AHEAD: Final = 1_000  # records of a tier that wait in memory; the others wait in the log
-PARK: Final = 5.0
-AGAIN: Final = 1.0  # seconds until a hop that failed is tried again
+MAX_POLL_SECONDS: Final = 5.0
+RETRY_DELAY_SECONDS: Final = 1.0  # until a hop that failed is tried again
 
 
-class Item:
-    """A message that was read: where it lies, what it is, and whether somebody works on it."""
-
-    __slots__ = ("_facts", "envelope", "held", "offset", "place", "tracker")
-
-    def __init__(
-        self, tracker: Tracker, place: Place, offset: int, envelope: Envelope, facts: Facts
-    ) -> None:
-        self.tracker = tracker
-        self.place = place
-        self.offset = offset
-        self.envelope = envelope
-        self.held: Delivery | None = None  # the delivery that somebody works on
-        self._facts = facts
-
-    @property
-    def facts(self) -> Facts:
-        """What its record says; where it lies is where it came from, unless it was sent on."""
-        if self._facts.origin is None:
-            topic, partition = self.place
-            return self._facts._replace(origin=Origin(topic, partition, self.offset))
-        return self._facts
-
-    @property
-    def pending(self) -> bool:
-        """Whether it is this consumer's to deliver: not settled, purged, or gone to another."""
-        tracker = self.tracker
-        return not tracker.lost and tracker.pending.get(self.offset) is self
-
-
-def delayed(
-    envelope: Envelope, deliveries: int, due: float | None, now: float, facts: Facts
-) -> Outgoing:
+def retry_record(
+    envelope: Envelope, deliveries: int, due: float | None, now: float, attributes: RecordAttributes
+) -> OutgoingRecord:
     """A record for the retry topic, in the tier where it waits next."""
     tier = tier_of(due - now) if due is not None else 0
     key, value, headers = codec.encode(
-        envelope, deliveries=deliveries, facts=facts._replace(not_before=due)
+        envelope, deliveries=deliveries, attributes=attributes._replace(not_before=due)
     )
-    return Outgoing(key, value, headers, tier)
+    return OutgoingRecord(key, value, headers, tier)
 
 
-class Delays:
+class RetryTopicConsumer:
     """Reads the tiers that this consumer has, and gives ``ready`` what is due.
 
     The group decides who has which tier, and keeps what is settled of it; reading is done by a
@@ -78,18 +48,18 @@ class Delays:
 
     def __init__(
         self,
-        address: Address,
-        sending: Sending,
+        parameters: ConnectionParameters,
+        publisher: Publisher,
         *,
         topic: str,
         group: str | None,
         clock: Clock,
-        ready: Callable[[Item], None],
-        settled: Callable[[Tracker], None],
+        ready: Callable[[FetchedMessage], None],
+        settled: Callable[[OffsetTracker], None],
         ended: Callable[[asyncio.Task[None]], None],
     ) -> None:
-        self._address = address
-        self._sending = sending
+        self._parameters = parameters
+        self._publisher = publisher
         self._topic = topic
         self._group = group  # none: a queue has one
         self._clock = clock
@@ -97,8 +67,8 @@ class Delays:
         self._settled = settled
         self._ended = ended
         self._consumer: Any = None
-        self._trackers: dict[Place, Tracker] = {}
-        self._waiting: Waiting[Item] = Waiting()
+        self._trackers: dict[Partition, OffsetTracker] = {}
+        self._due: DueHeap[FetchedMessage] = DueHeap()
         self._moved = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -109,10 +79,10 @@ class Delays:
                 group_id=None,
                 enable_auto_commit=False,
                 auto_offset_reset="earliest",
-                **self._address.options(),
+                **self._parameters.options(),
             )
         )
-        async with asyncio.timeout(self._address.timeout):
+        async with asyncio.timeout(self._parameters.timeout):
             await self._consumer.start()
         self._task = asyncio.create_task(self._run(), name=f"qkit kafka {self._topic}")
         self._task.add_done_callback(self._ended)
@@ -126,7 +96,7 @@ class Delays:
         if consumer is not None:
             await driver.close_consumer(consumer)
 
-    def assign(self, trackers: Mapping[Place, Tracker]) -> None:
+    def assign(self, trackers: Mapping[Partition, OffsetTracker]) -> None:
         """These tiers are ours now; those that were before go on where they were."""
         self._trackers = dict(trackers)
         self._moved.set()
@@ -146,18 +116,20 @@ class Delays:
             except DRIVER_ERRORS as error:
                 logger.warning("%s: could not be read, trying again: %r", self._topic, error)
                 self._moved.set()  # the driver may have dropped what it had read: read it again
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(RETRY_DELAY_SECONDS)
 
     def _seek(self) -> None:
         self._consumer.assign(list(self._trackers))
-        for place, tracker in self._trackers.items():
-            self._consumer.seek(place, tracker.end)
+        for partition, tracker in self._trackers.items():
+            self._consumer.seek(partition, tracker.end)
 
-    async def _poll(self) -> list[tuple[Tracker, Sequence[KafkaRecord]]]:
+    async def _poll(self) -> list[tuple[OffsetTracker, Sequence[KafkaRecord]]]:
         """Records, or nothing when something is due or was assigned; no record is lost by that."""
         trackers = self._trackers  # what is found belongs to those who asked, not to their heirs
-        due = self._waiting.next_at
-        seconds = PARK if due is None else min(PARK, max(0.0, due - self._clock.time()))
+        due = self._due.next_at
+        seconds = MAX_POLL_SECONDS
+        if due is not None:
+            seconds = min(seconds, max(0.0, due - self._clock.time()))
         moved = asyncio.ensure_future(self._moved.wait())
         polling: asyncio.Task[Any] | None = None
         try:
@@ -178,69 +150,75 @@ class Delays:
         if polling is None or polling.cancelled():
             return []
         found = polling.result()
-        return [(trackers[place], records) for place, records in found.items() if place in trackers]
+        return [
+            (trackers[partition], records)
+            for partition, records in found.items()
+            if partition in trackers
+        ]
 
     def _hold_back(self) -> None:
         """Read a tier on only while little of it waits here."""
-        for place, tracker in self._trackers.items():
+        for partition, tracker in self._trackers.items():
             full = len(tracker.pending) >= READ_AHEAD
-            paused = place in self._consumer.paused()
+            paused = partition in self._consumer.paused()
             if full and not paused:
-                self._consumer.pause(place)
+                self._consumer.pause(partition)
             elif paused and len(tracker.pending) < READ_AHEAD // 2:
-                self._consumer.resume(place)
+                self._consumer.resume(partition)
 
-    def _read(self, tracker: Tracker, found: KafkaRecord) -> None:
+    def _read(self, tracker: OffsetTracker, found: KafkaRecord) -> None:
         if found.offset < tracker.end or tracker.lost:
             return
         if tracker.is_settled(found.offset):
             tracker.skip_to(found.offset + 1)
             return
-        envelope, facts = codec.decode(found)
-        if facts.removed is not None or (
+        envelope, attributes = codec.decode(found)
+        if attributes.removed is not None or (
             self._group is not None and not codec.for_group(envelope, self._group)
         ):
             tracker.skip_to(found.offset + 1)
             return
-        place = found.topic, found.partition
-        item = Item(tracker, place, found.offset, envelope, facts)
-        tracker.read(found.offset, item)
+        partition = Partition(found.topic, found.partition)
+        message = FetchedMessage(tracker, partition, found.offset, envelope, attributes)
+        tracker.read(found.offset, message)
         now = self._clock.time()
-        if facts.not_before is None or facts.not_before <= now:
-            self._ready(item)
+        if attributes.not_before is None or attributes.not_before <= now:
+            self._ready(message)
         else:
-            leaves = hop_at(found.partition, found.timestamp / 1000, facts.not_before)
-            self._waiting.add(leaves, item)
+            leaves = leaves_tier_at(found.partition, found.timestamp / 1000, attributes.not_before)
+            self._due.add(leaves, message)
 
     async def _let_go(self) -> None:
         """Deliver what is due; what has only sat out its tier hops to a lower one."""
         now = self._clock.time()
-        hops: list[Item] = []
-        for item in self._waiting.pop_due(now):
-            if not item.pending:
+        hops: list[FetchedMessage] = []
+        for message in self._due.pop_due(now):
+            if not message.pending:
                 continue  # it was purged, or whoever has the tier now reads it again
-            if item.facts.not_before is None or item.facts.not_before <= now:
-                self._ready(item)
+            if message.attributes.not_before is None or message.attributes.not_before <= now:
+                self._ready(message)
             else:
-                hops.append(item)
+                hops.append(message)
         if hops:
             await self._hop(hops, now)
 
-    async def _hop(self, items: list[Item], now: float) -> None:
-        records = [self._next_stop(item, now) for item in items]
+    async def _hop(self, messages: list[FetchedMessage], now: float) -> None:
+        records = [self._next_stop(message, now) for message in messages]
         try:
-            results = await self._sending.send(self._topic, records, "release")
+            results = await self._publisher.send(self._topic, records, "release")
         except QueueError as error:
-            results = [error] * len(items)
-        for item, result in zip(items, results, strict=True):
-            if isinstance(result, Placed):
-                item.tracker.settle(item.offset)
-                self._settled(item.tracker)
+            results = [error] * len(messages)
+        for message, result in zip(messages, results, strict=True):
+            if isinstance(result, RecordMetadata):
+                message.tracker.settle(message.offset)
+                self._settled(message.tracker)
             else:
-                self._waiting.add(now + AGAIN, item)
+                self._due.add(now + RETRY_DELAY_SECONDS, message)
 
-    def _next_stop(self, item: Item, now: float) -> Outgoing:
+    def _next_stop(self, message: FetchedMessage, now: float) -> OutgoingRecord:
         if self._group is not None:  # every group of a topic sends its own copy on
-            item.envelope.headers[GROUP] = self._group
-        envelope = item.envelope
-        return delayed(envelope, envelope.attempt - 1, item.facts.not_before, now, item.facts)
+            message.envelope.headers[GROUP] = self._group
+        envelope = message.envelope
+        return retry_record(
+            envelope, envelope.attempt - 1, message.attributes.not_before, now, message.attributes
+        )

@@ -14,12 +14,15 @@ from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.kafka import codec
 from qkit.backends.kafka.cluster import Cluster
 from qkit.backends.kafka.codec import KafkaRecord, Origin
-from qkit.backends.kafka.connection import BACKEND, DRIVER_ERRORS, Address, translated
-from qkit.backends.kafka.group import Membership, Place, Timing, lost
-from qkit.backends.kafka.offsets import Tracker
-from qkit.backends.kafka.publisher import Outgoing, Placed, Sending
+from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Partition
+from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, translate_errors
+from qkit.backends.kafka.fetched_message import FetchedMessage
+from qkit.backends.kafka.group import GroupMembership, GroupTimeouts, lost
+from qkit.backends.kafka.offsets import OffsetTracker
+from qkit.backends.kafka.publisher import OutgoingRecord, Publisher, RecordMetadata
 from qkit.backends.kafka.retry_tiers import TIERS
-from qkit.backends.kafka.retry_topic import Delays, Item, delayed
+from qkit.backends.kafka.retry_topic import RetryTopicConsumer, retry_record
 from qkit.errors import (
     AckDeadlineExceeded,
     MessageNotFound,
@@ -31,8 +34,8 @@ from qkit.message import GROUP, Envelope
 
 __all__ = ["KafkaSubscription"]
 
-SAFETY: Final = 5.0
-AGAIN: Final = 1.0  # seconds until a message that could not be sent back comes again
+MAX_WAIT_SECONDS: Final = 5.0
+RETRY_DELAY_SECONDS: Final = 1.0  # until a message that could not be sent back comes again
 
 
 class KafkaSubscription:
@@ -45,14 +48,14 @@ class KafkaSubscription:
 
     def __init__(
         self,
-        address: Address,
+        parameters: ConnectionParameters,
         cluster: Cluster,
-        sending: Sending,
+        publisher: Publisher,
         spec: SubscriptionSpec,
         *,
         group: str,
         retry: str,
-        timing: Timing,
+        timeouts: GroupTimeouts,
         batch: int | None,
         clock: Clock,
     ) -> None:
@@ -61,34 +64,34 @@ class KafkaSubscription:
         self._group = spec.group if spec.broadcast else None
         self._retry = retry
         self._prefetch = spec.prefetch
-        self._sending = sending
+        self._publisher = publisher
         self._clock = clock
         self._held = 0
-        self._returned: deque[Item] = deque()
-        self._due: deque[Item] = deque()
-        self._fetched: deque[Item] = deque()
+        self._returned: deque[FetchedMessage] = deque()
+        self._due: deque[FetchedMessage] = deque()
+        self._fetched: deque[FetchedMessage] = deque()
         self._polling: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._stopped = False
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
         self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
-        self.membership = Membership(
-            address,
+        self.membership = GroupMembership(
+            parameters,
             cluster,
             group=group,
             topic=spec.queue,
             retry=retry,
             from_end=spec.broadcast,
-            timing=timing,
+            timeouts=timeouts,
             batch=batch,
             moved=self._moved,
             lost=self._report,
             changed=self._wake,
             committed=self._committed,
         )
-        self._delays = Delays(
-            address,
-            sending,
+        self._retry_consumer = RetryTopicConsumer(
+            parameters,
+            publisher,
             topic=retry,
             group=self._group,
             clock=clock,
@@ -104,7 +107,7 @@ class KafkaSubscription:
 
     async def open(self) -> None:
         """Join the group; returns when this consumer has its first share of it."""
-        await self._delays.start()
+        await self._retry_consumer.start()
         await self.membership.join()
 
     # Receive
@@ -114,7 +117,7 @@ class KafkaSubscription:
 
         Raises ``SubscriptionLost`` when the topic is deleted or the driver gives up.
         """
-        deadline = self._clock.monotonic() + SAFETY
+        deadline = self._clock.monotonic() + MAX_WAIT_SECONDS
         while not self._stopped:
             if self.membership.broken is not None:
                 raise self.membership.broken
@@ -132,34 +135,34 @@ class KafkaSubscription:
 
     def _take(self, most: int) -> list[Delivery]:
         """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
-        taken: list[Item] = []
+        taken: list[FetchedMessage] = []
         for waiting in (self._returned, self._due, self._fetched):
             while waiting and len(taken) < most:
-                item = waiting.popleft()
-                if item.pending:
-                    taken.append(item)
+                message = waiting.popleft()
+                if message.pending:
+                    taken.append(message)
         return self._deliver(taken)
 
-    def _deliver(self, items: list[Item]) -> list[Delivery]:
+    def _deliver(self, messages: list[FetchedMessage]) -> list[Delivery]:
         deliveries: list[Delivery] = []
-        for item in items:
-            item.held = delivery = Delivery(item.envelope, self.queue, item)
-            item.tracker.held += 1
+        for message in messages:
+            message.held = delivery = Delivery(message.envelope, self.queue, message)
+            message.tracker.held += 1
             deliveries.append(delivery)
-        self._held += len(items)
+        self._held += len(messages)
         return deliveries
 
     async def _read_now(self, most: int) -> list[Delivery]:
         """What the driver has fetched already; it does not wait."""
         if self._polling is not None or not self.membership.steady:
             return []
-        items: list[Item] = []
+        messages: list[FetchedMessage] = []
         try:
-            for place, records in await self.membership.poll(most, 0.0):
-                items += self._accept(place, records)
+            for partition, records in await self.membership.poll(most, 0.0):
+                messages += self._accept(partition, records)
         except DRIVER_ERRORS as error:
             raise self._lost(error) from error
-        return self._deliver(items)
+        return self._deliver(messages)
 
     async def _wait(self, free: int, seconds: float) -> None:
         """Wait for a record, or for news of any other kind; safe to cancel."""
@@ -175,8 +178,8 @@ class KafkaSubscription:
             pass
 
     async def _poll(self, most: int, seconds: float) -> None:
-        for place, records in await self.membership.poll(most, seconds):
-            self._fetched += self._accept(place, records)
+        for partition, records in await self.membership.poll(most, seconds):
+            self._fetched += self._accept(partition, records)
 
     def _polled(self, polling: asyncio.Task[None]) -> None:
         self._polling = None
@@ -184,11 +187,11 @@ class KafkaSubscription:
             self.membership.fail(self._lost(error))
         self._wake()
 
-    def _accept(self, place: Place, records: list[KafkaRecord]) -> list[Item]:
+    def _accept(self, partition: Partition, records: list[KafkaRecord]) -> list[FetchedMessage]:
         """Turn what was read into messages, in the order of the log."""
-        tracker = self.membership.trackers[place]
+        tracker = self.membership.trackers[partition]
         group = self._group
-        items: list[Item] = []
+        messages: list[FetchedMessage] = []
         for found in records:
             offset = found.offset
             if offset < tracker.end:
@@ -197,27 +200,27 @@ class KafkaSubscription:
             if tracker.is_settled(offset):
                 tracker.skip_to(offset + 1)
                 continue
-            envelope, facts = codec.decode(found)
-            if facts.removed is not None or (
+            envelope, attributes = codec.decode(found)
+            if attributes.removed is not None or (
                 group is not None and not codec.for_group(envelope, group)
             ):
                 tracker.skip_to(offset + 1)
                 continue
-            item = Item(tracker, place, offset, envelope, facts)
-            tracker.read(offset, item)
-            items.append(item)
-        if not items:
+            message = FetchedMessage(tracker, partition, offset, envelope, attributes)
+            tracker.read(offset, message)
+            messages.append(message)
+        if not messages:
             self.membership.settled(tracker)  # all of it was for others
-        return items
+        return messages
 
-    def _is_due(self, item: Item) -> None:
-        self._due.append(item)
+    def _is_due(self, message: FetchedMessage) -> None:
+        self._due.append(message)
         self._wake()
 
     def _wake(self) -> None:
         self._news.set()
         if self.membership.broken is not None:
-            self._delays.assign({})
+            self._retry_consumer.assign({})
         polling = self._polling
         if polling is not None and not self.membership.steady:
             polling.cancel()  # it would return what was read before the rebalance
@@ -226,52 +229,54 @@ class KafkaSubscription:
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done; the commit follows, with those of others."""
-        item = self._item(delivery, "ack")
+        message = self._message(delivery, "ack")
         delivery.receipt = None
-        self._settle(item)
+        self._settle(message)
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
         """Give the message back with the envelope's headers, after ``delay`` seconds."""
-        item = self._item(delivery, "release")
+        message = self._message(delivery, "release")
         delivery.receipt = None
         unchanged = delay <= 0 and not count_attempt
         if unchanged and not self._stopped:
-            self._forget(item)
-            self._returned.appendleft(item)
+            self._forget(message)
+            self._returned.appendleft(message)
             self._wake()
             return
-        if unchanged and item.envelope.key is not None:
-            self._leave_in_log(item)
+        if unchanged and message.envelope.key is not None:
+            self._leave_in_log(message)
             return
         try:
-            await self._send_back([item], delay, count_attempt=count_attempt)
+            await self._send_back([message], delay, count_attempt=count_attempt)
         except BaseException:  # there may be a copy, and there must not be none
-            self._leave_in_log(item)
+            self._leave_in_log(message)
             loop = asyncio.get_running_loop()
-            loop.call_later(AGAIN, self._deliver_again, item, count_attempt)
+            loop.call_later(RETRY_DELAY_SECONDS, self._deliver_again, message, count_attempt)
             raise
-        self._settle(item)
+        self._settle(message)
 
-    def _leave_in_log(self, item: Item) -> None:
+    def _leave_in_log(self, message: FetchedMessage) -> None:
         """Nobody works on it, and it is not settled: the mark stays before it."""
-        if not item.tracker.lost:
-            self._forget(item)
-            self.membership.settled(item.tracker)  # perhaps others wait for its partition
+        if not message.tracker.lost:
+            self._forget(message)
+            self.membership.settled(message.tracker)  # perhaps others wait for its partition
 
-    def _deliver_again(self, item: Item, count_attempt: bool) -> None:
-        item.envelope.attempt += count_attempt
-        self._returned.append(item)
+    def _deliver_again(self, message: FetchedMessage, count_attempt: bool) -> None:
+        message.envelope.attempt += count_attempt
+        self._returned.append(message)
         self._wake()
 
-    async def _send_back(self, items: list[Item], delay: float, *, count_attempt: bool) -> None:
+    async def _send_back(
+        self, messages: list[FetchedMessage], delay: float, *, count_attempt: bool
+    ) -> None:
         """A copy in the retry topic first, then it may be settled here."""
         now = self._clock.time()
         due = now + delay if delay > 0 else None
-        records: list[Outgoing] = []
-        for item in items:
-            envelope = item.envelope
+        records: list[OutgoingRecord] = []
+        for message in messages:
+            envelope = message.envelope
             if self._group is not None:
                 headers = {**envelope.headers, GROUP: self._group}
                 envelope = Envelope(
@@ -279,18 +284,18 @@ class KafkaSubscription:
                     expires_at=envelope.expires_at, attempt=envelope.attempt,
                 )  # fmt: skip
             deliveries = envelope.attempt - (not count_attempt)
-            sent = delayed(envelope, deliveries, due, now, item.facts)
+            sent = retry_record(envelope, deliveries, due, now, message.attributes)
             records.append(sent._replace(partition=self._idle_tier()) if due is None else sent)
-        for result in await self._sending.send(self._retry, records, "release"):
-            if not isinstance(result, Placed):
+        for result in await self._publisher.send(self._retry, records, "release"):
+            if not isinstance(result, RecordMetadata):
                 raise result
 
     def _idle_tier(self) -> int:
         """A tier of which this consumer holds nothing, so that it can go to another at once."""
         busy = {
-            place.partition
-            for place, tracker in self.membership.trackers.items()
-            if place.topic == self._retry and tracker.held
+            partition.partition
+            for partition, tracker in self.membership.trackers.items()
+            if partition.topic == self._retry and tracker.held
         }
         return next((tier for tier in range(TIERS) if tier not in busy), 0)
 
@@ -303,9 +308,9 @@ class KafkaSubscription:
             queue=delivery.queue,
         )
 
-    def _item(self, delivery: Delivery, operation: str) -> Item:
-        item = delivery.receipt
-        if not isinstance(item, Item) or not item.held:
+    def _message(self, delivery: Delivery, operation: str) -> FetchedMessage:
+        message = delivery.receipt
+        if not isinstance(message, FetchedMessage) or not message.held:
             raise MessageNotFound(
                 "this delivery was settled before: settle each one once",
                 backend=BACKEND,
@@ -313,7 +318,7 @@ class KafkaSubscription:
                 queue=delivery.queue,
                 message_id=delivery.envelope.id,
             )
-        if item.tracker.lost:
+        if message.tracker.lost:
             raise AckDeadlineExceeded(
                 "the partition of this message went to another consumer, which handles it again: "
                 "make handlers shorter than half the session, or run fewer rebalances",
@@ -322,18 +327,18 @@ class KafkaSubscription:
                 queue=delivery.queue,
                 message_id=delivery.envelope.id,
             )
-        return item
+        return message
 
-    def _settle(self, item: Item) -> None:
-        if item.tracker.lost:
+    def _settle(self, message: FetchedMessage) -> None:
+        if message.tracker.lost:
             return  # it went to another while the copy was written
-        item.tracker.settle(item.offset)
-        self._forget(item)
-        self.membership.settled(item.tracker)
+        message.tracker.settle(message.offset)
+        self._forget(message)
+        self.membership.settled(message.tracker)
 
-    def _forget(self, item: Item) -> None:
-        item.held = None
-        item.tracker.held -= 1
+    def _forget(self, message: FetchedMessage) -> None:
+        message.held = None
+        message.tracker.held -= 1
         self._held -= 1
         self._news.set()
 
@@ -342,12 +347,12 @@ class KafkaSubscription:
     def _moved(self) -> None:
         self._held = sum(tracker.held for tracker in self.membership.trackers.values())
         if not self._stopped:
-            tiers: dict[Place, Tracker] = {
-                place: tracker
-                for place, tracker in self.membership.trackers.items()
-                if place.topic == self._retry
+            tiers: dict[Partition, OffsetTracker] = {
+                partition: tracker
+                for partition, tracker in self.membership.trackers.items()
+                if partition.topic == self._retry
             }
-            self._delays.assign(tiers)
+            self._retry_consumer.assign(tiers)
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
         """Call ``callback`` with what is held of partitions that went to others."""
@@ -361,36 +366,36 @@ class KafkaSubscription:
         for callback in self._settlement_callbacks:
             callback("acknowledgements cannot be committed", error)
 
-    def _report(self, trackers: list[Tracker]) -> None:
-        lost = [item.held for item in _items(trackers) if item.held is not None]
+    def _report(self, trackers: list[OffsetTracker]) -> None:
+        lost = [message.held for message in _messages(trackers) if message.held is not None]
         if lost:
             for callback in self._loss_callbacks:
                 callback(lost)
 
-    def purge(self, ends: dict[Place, int]) -> int:
+    def purge(self, ends: dict[Partition, int]) -> int:
         """Let go of everything before these offsets that nobody works on; return how many left."""
         kept = 0
-        for place, tracker in self.membership.trackers.items():
-            end = ends.get(place, 0)
-            for offset, item in list(tracker.pending.items()):
-                if offset < end and isinstance(item, Item) and not item.held:
+        for partition, tracker in self.membership.trackers.items():
+            end = ends.get(partition, 0)
+            for offset, message in list(tracker.pending.items()):
+                if offset < end and isinstance(message, FetchedMessage) and not message.held:
                     tracker.settle(offset)
             kept += len(tracker.pending)
-            self.membership.skip_to(place, max(tracker.end, end))
+            self.membership.skip_to(partition, max(tracker.end, end))
             self.membership.settled(tracker)
         self._moved()
         return kept
 
     @property
-    def held(self) -> list[Item]:
+    def held(self) -> list[FetchedMessage]:
         """What somebody works on."""
-        return [item for item in _items(self.membership.trackers.values()) if item.held]
+        return [message for message in _messages(self.membership.trackers.values()) if message.held]
 
     def origin_of(self, envelope: Envelope) -> Origin | None:
         """Where a message that is held here lay at first; a dead letter tells it."""
-        for item in self.held:
-            if item.envelope.body is envelope.body and item.envelope.id == envelope.id:
-                return item.facts.origin
+        for message in self.held:
+            if message.envelope.body is envelope.body and message.envelope.id == envelope.id:
+                return message.attributes.origin
         return None
 
     def _lost(self, error: BaseException) -> QueueError:
@@ -413,10 +418,10 @@ class KafkaSubscription:
         self._stopped = True
         self._wake()
         await self._cancel_polling()
-        await self._delays.stop()
+        await self._retry_consumer.stop()
         await self._pass_on()
         if self._held:
-            self.membership.resign()
+            self.membership.give_up_idle_partitions()
         else:
             await self.membership.leave()
 
@@ -425,23 +430,23 @@ class KafkaSubscription:
 
         What has a key keeps its place behind the one that is held.
         """
-        items = [
-            item
+        messages = [
+            message
             for waiting in (self._returned, self._due, self._fetched)
-            for item in waiting
-            if item.tracker.held and item.pending and item.envelope.key is None
+            for message in waiting
+            if message.tracker.held and message.pending and message.envelope.key is None
         ]
-        if not items:
+        if not messages:
             return
         try:
-            async with translated("release", self.queue):
-                await self._send_back(items, 0.0, count_attempt=False)
+            async with translate_errors("release", self.queue):
+                await self._send_back(messages, 0.0, count_attempt=False)
         except QueueError as error:  # they stay in the log, for whoever has the partition next
             logger.warning("%s: messages could not be passed on: %s", self.queue, error)
             return
-        for item in items:
-            item.tracker.settle(item.offset)
-            self.membership.settled(item.tracker)
+        for message in messages:
+            message.tracker.settle(message.offset)
+            self.membership.settled(message.tracker)
 
     async def _cancel_polling(self) -> None:
         if self._polling is not None:
@@ -454,15 +459,15 @@ class KafkaSubscription:
         finally:
             self._stopped = True
             try:
-                await self._delays.stop()
+                await self._retry_consumer.stop()
             finally:
                 await self.membership.leave()
                 self._committed(None)  # what was not committed is delivered again
 
 
-def _items(trackers: Iterable[Tracker]) -> Iterator[Item]:
+def _messages(trackers: Iterable[OffsetTracker]) -> Iterator[FetchedMessage]:
     """What was read of these partitions and is not settled."""
     for tracker in trackers:
-        for item in tracker.pending.values():
-            if isinstance(item, Item):
-                yield item
+        for message in tracker.pending.values():
+            if isinstance(message, FetchedMessage):
+                yield message

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from qkit.backend import Delivery
 from qkit.backends.redis import codec
-from qkit.backends.redis.driver import Word
+from qkit.backends.redis.driver import CommandArgument
 from qkit.backends.redis.errors import BACKEND
-from qkit.backends.redis.list_subscription import RedisSubscription
+from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.errors import QueueError, Unsupported
 from qkit.message import Envelope
 
-__all__ = ["UnreliableSubscription"]
+__all__ = ["AtMostOnceSubscription"]
 
 
-class UnreliableSubscription(RedisSubscription):
+class AtMostOnceSubscription(ListSubscription):
     """At most once: a consumer that dies takes along what it held.
 
     What no handler saw goes back when ``receive`` is cancelled, as far as the connection allows.
@@ -55,13 +55,13 @@ class UnreliableSubscription(RedisSubscription):
         self._settled([token])
 
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
-        return Delivery(envelope, self._place.queue, token)
+        return Delivery(envelope, self._keys.queue, token)
 
     def _keep(self) -> None:
         pass  # nothing runs out
 
-    def _returned(self, claimed: list[Delivery]) -> list[Word]:
-        arguments: list[Word] = []
+    def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
+        arguments: list[CommandArgument] = []
         for delivery in reversed(claimed):
             content = codec.encode(delivery.envelope, delivery.envelope.attempt - 1)
             arguments += ["", 0, content]

@@ -12,20 +12,21 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from qkit._internal.tasks import cancel_and_wait
-from qkit.backends.redis.driver import Reply, Wire, Word
-from qkit.backends.redis.errors import BACKEND, translated
+from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
+from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.scripts.script import Script
 from qkit.errors import BackendUnavailable
+from qkit.settings.model import Settings
 
-__all__ = ["Address", "Link"]
+__all__ = ["ConnectionParameters", "ReconnectingConnection"]
 
-FORGOTTEN: Final = "NOSCRIPT"
-# A server that says nothing for so long is gone, or nobody passes its words on. Not the send's own
-# timeout: behind a firewall that forgot them, dead connections must make room soon for new ones.
-PATIENCE: Final = 4.0
+NOSCRIPT: Final = "NOSCRIPT"
+# A connection without an answer for so long is dead. Not the timeout of a send: behind a firewall
+# that dropped them, dead connections must be replaced soon.
+ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 
-class Address:
+class ConnectionParameters:
     """Where the server is and how to speak to it; the driver's own retries are always off."""
 
     def __init__(
@@ -46,6 +47,22 @@ class Address:
         }
         self._tls = {name: path for name, path in files.items() if path is not None}
 
+    @classmethod
+    def from_settings(cls, settings: Settings) -> ConnectionParameters:
+        """The server that the settings name."""
+        assert settings.url is not None
+        ca_file, cert_file, key_file = (
+            None if path is None else str(path)
+            for path in (settings.tls_ca_file, settings.tls_cert_file, settings.tls_key_file)
+        )
+        return cls(
+            settings.url.get_secret_value(),
+            timeout=settings.send_timeout,
+            tls_ca_file=ca_file,
+            tls_cert_file=cert_file,
+            tls_key_file=key_file,
+        )
+
     def options(self) -> dict[str, Any]:
         """What every kind of connection has in common, in a thread or in the loop."""
         return {
@@ -56,7 +73,7 @@ class Address:
             **self._tls,
         }
 
-    async def connection(self) -> AbstractConnection:
+    async def open_driver_connection(self) -> AbstractConnection:
         """The driver's connection, ready and logged in."""
         pool: Any = ConnectionPool.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
             self.url,
@@ -73,20 +90,22 @@ class Address:
             raise
         return connection
 
-    async def wire(self) -> Wire:
-        """A connection of one's own."""
-        return Wire(await self.connection(), min(self.timeout, PATIENCE))
+    async def open_connection(self) -> PipelinedConnection:
+        """Open a connection for one user."""
+        return PipelinedConnection(
+            await self.open_driver_connection(), min(self.timeout, ANSWER_TIMEOUT_SECONDS)
+        )
 
 
-class Link:
+class ReconnectingConnection:
     """Commands and scripts over one connection, which is opened again after it broke."""
 
-    def __init__(self, address: Address) -> None:
-        self.address = address
+    def __init__(self, parameters: ConnectionParameters) -> None:
+        self.parameters = parameters
         self._open = False
-        self._wire: Wire | None = None
+        self._connection: PipelinedConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._waiters: list[Wire] = []  # connections for WAIT that nobody uses now
+        self._waiters: list[PipelinedConnection] = []  # connections for WAIT that nobody uses now
 
     def connect(self) -> None:
         """Allow calls; the first one connects."""
@@ -98,17 +117,17 @@ class Link:
         connecting, self._connecting = self._connecting, None
         if connecting is not None:
             await cancel_and_wait([connecting])
-        wires, self._waiters = [*self._waiters], []
-        if self._wire is not None:
-            wires.append(self._wire)
-        self._wire = None
-        with translated("close"):
-            for wire in wires:
-                await wire.aclose()
+        connections, self._waiters = [*self._waiters], []
+        if self._connection is not None:
+            connections.append(self._connection)
+        self._connection = None
+        with translate_errors("close"):
+            for connection in connections:
+                await connection.aclose()
 
-    async def wire(self) -> Wire:
+    async def current(self) -> PipelinedConnection:
         """The connection that all share."""
-        while self._wire is None or self._wire.lost is not None:
+        while self._connection is None or self._connection.lost is not None:
             if not self._open:
                 raise BackendUnavailable(
                     "not connected: start the backend first", backend=BACKEND, operation="connect"
@@ -126,38 +145,38 @@ class Link:
                     operation="connect",
                 )
             connecting.result()
-        return self._wire
+        return self._connection
 
     async def _connect(self) -> None:
         try:
-            self._wire = await self.address.wire()
+            self._connection = await self.parameters.open_connection()
         finally:
             self._connecting = None
 
-    async def command(self, *words: Word) -> Reply:
+    async def command(self, *arguments: CommandArgument) -> Reply:
         """One command."""
-        wire = self._wire
-        if wire is None or wire.lost is not None:
-            wire = await self.wire()
-        return await wire.call(*words)
+        connection = self._connection
+        if connection is None or connection.lost is not None:
+            connection = await self.current()
+        return await connection.call(*arguments)
 
-    async def commands(self, commands: Sequence[tuple[Word, ...]]) -> list[Reply]:
+    async def commands(self, commands: Sequence[tuple[CommandArgument, ...]]) -> list[Reply]:
         """Several in one round trip; the first error is raised once all are answered."""
-        replies = await (await self.wire()).call_all(commands)
+        replies = await (await self.current()).call_all(commands)
         for reply in replies:
             if isinstance(reply, Exception):
                 raise reply
         return replies
 
-    async def run(self, script: Script, keys: Sequence[str], *arguments: Word) -> Reply:
-        """A script on the server, which is told of it when it does not know it."""
-        wire = self._wire
-        if wire is None or wire.lost is not None:
-            wire = await self.wire()
+    async def run(self, script: Script, keys: Sequence[str], *arguments: CommandArgument) -> Reply:
+        """Run a script; send its source if the server does not know it."""
+        connection = self._connection
+        if connection is None or connection.lost is not None:
+            connection = await self.current()
         try:
-            return await wire.call("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            return await connection.call("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except exceptions.ResponseError as error:
-            if not is_forgotten(error):
+            if not is_unknown_script(error):
                 raise
         return await self.command("EVAL", script.source, len(keys), *keys, *arguments)
 
@@ -165,7 +184,7 @@ class Link:
         self,
         script: Script,
         keys: Sequence[str],
-        arguments: Sequence[Word],
+        arguments: Sequence[CommandArgument],
         replicas: int,
         timeout: float,
     ) -> tuple[Reply, int]:
@@ -174,33 +193,35 @@ class Link:
         ``WAIT`` looks at its own connection's writes and holds up what comes after it there, so
         each has a connection to itself.
         """
-        wire = self._waiters.pop() if self._waiters else await self.address.wire()
+        connection = (
+            self._waiters.pop() if self._waiters else await self.parameters.open_connection()
+        )
         try:
             wait = ("WAIT", replicas, int(timeout * 1000))
-            words = (len(keys), *keys, *arguments)
-            answer, copies = await wire.call_all(
-                [("EVALSHA", script.sha, *words), wait], longer=timeout
+            call = (len(keys), *keys, *arguments)
+            answer, copies = await connection.call_all(
+                [("EVALSHA", script.sha, *call), wait], longer=timeout
             )
-            if isinstance(answer, Exception) and is_forgotten(answer):
-                answer, copies = await wire.call_all(
-                    [("EVAL", script.source, *words), wait], longer=timeout
+            if isinstance(answer, Exception) and is_unknown_script(answer):
+                answer, copies = await connection.call_all(
+                    [("EVAL", script.source, *call), wait], longer=timeout
                 )
         except BaseException:
-            await wire.aclose()
+            await connection.aclose()
             raise
-        if self._open and wire.lost is None:
-            self._waiters.append(wire)
+        if self._open and connection.lost is None:
+            self._waiters.append(connection)
         else:
-            await wire.aclose()
+            await connection.aclose()
         for reply in (answer, copies):
             if isinstance(reply, Exception):
                 raise reply
         return answer, copies
 
 
-def is_forgotten(error: Exception) -> bool:
+def is_unknown_script(error: Exception) -> bool:
     """Whether the server does not know the script."""
-    return str(error).startswith(FORGOTTEN)
+    return str(error).startswith(NOSCRIPT)
 
 
 def _heard(task: asyncio.Task[None]) -> None:

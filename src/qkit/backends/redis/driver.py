@@ -1,9 +1,9 @@
-"""One connection to Redis with many commands on their way at once.
+"""Pipelined connection on redis-py's stream.
 
-The driver connects, speaks TLS and logs in; then its transport is ours. Its own way of a command,
-with a connection out of a pool, a lock and a timer for each read, costs several times what the
-server takes. Here a command is one write, and its answer is known by its place in the order of
-answers. A caller that gave up leaves its place behind, so nobody gets another's answer.
+redis-py connects, speaks TLS and logs in; then this module takes over its transport. A command of
+redis-py, with a connection from a pool, a lock and a timer for each read, costs several times what
+the server takes. Here a command is one write, and answers arrive in the order of the commands. A
+caller that gave up keeps its position in that order, so no caller gets the answer of another.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
 import hiredis
+import redis
 from redis import exceptions
 from redis.asyncio.connection import AbstractConnection
 
-__all__ = ["Reply", "Wire", "Word"]
+__all__ = ["CommandArgument", "PipelinedConnection", "Reply"]
 
 Reply: TypeAlias = Any  # what a server answers has no type before somebody looks at it
-Word: TypeAlias = bytes | str | int | float
+CommandArgument: TypeAlias = bytes | str | int | float
 
 _MORE: Final = object()  # the parser has no whole answer yet
 
@@ -40,15 +41,11 @@ class _Call:
         self.replies: list[Reply] = []
 
 
-class Wire(asyncio.Protocol):
+class PipelinedConnection(asyncio.Protocol):
     """A connection that is dead when an answer is ``timeout`` seconds late."""
 
     def __init__(self, connection: AbstractConnection, timeout: float) -> None:
-        # The stream that the driver opened: nobody reads or writes it any more but through here.
-        reader, self._stream = connection._reader, connection._writer  # pyright: ignore[reportPrivateUsage]  # there is no public way to them
-        connection._reader = connection._writer = None  # pyright: ignore[reportPrivateUsage]  # they are not its own now
-        assert reader is not None
-        assert self._stream is not None
+        reader, self._stream = _take_stream(connection)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport = self._stream.transport
         self._timeout = timeout
@@ -68,15 +65,15 @@ class Wire(asyncio.Protocol):
 
     # Calling
 
-    def call(self, *words: Word, longer: float = 0.0) -> asyncio.Future[Reply]:
+    def call(self, *arguments: CommandArgument, longer: float = 0.0) -> asyncio.Future[Reply]:
         """The answer to one command; ``longer`` is how long it may wait on the server."""
-        return self._send(hiredis.pack_command(words), None, longer)  # type: ignore[arg-type]  # any length
+        return self._send(hiredis.pack_command(arguments), None, longer)  # type: ignore[arg-type]  # any length
 
     def call_all(
-        self, commands: Iterable[tuple[Word, ...]], *, longer: float = 0.0
+        self, commands: Iterable[tuple[CommandArgument, ...]], *, longer: float = 0.0
     ) -> asyncio.Future[list[Reply]]:
         """The answers to several commands in one write; errors are among them, not raised."""
-        packed: list[bytes] = [hiredis.pack_command(words) for words in commands]  # type: ignore[arg-type]  # any length
+        packed: list[bytes] = [hiredis.pack_command(arguments) for arguments in commands]  # type: ignore[arg-type]  # any length
         return self._send(b"".join(packed), len(packed), longer)
 
     def _send(self, data: bytes, count: int | None, longer: float) -> asyncio.Future[Reply]:
@@ -161,3 +158,23 @@ class Wire(asyncio.Protocol):
                 await asyncio.shield(self._gone)
                 return
         self._transport.abort()
+
+
+Stream: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def _take_stream(connection: AbstractConnection) -> Stream:
+    """Take the open stream out of a connection of redis-py, which must not use it afterwards.
+
+    redis-py gives no public access to it. Tested with redis-py 8.1.
+    """
+    try:
+        reader, writer = connection._reader, connection._writer  # pyright: ignore[reportPrivateUsage]  # see above
+    except AttributeError as error:
+        raise exceptions.RedisError(
+            f"qkit cannot use redis-py {redis.__version__}: install an older version"
+        ) from error
+    assert reader is not None
+    assert writer is not None
+    connection._reader = connection._writer = None  # pyright: ignore[reportPrivateUsage]  # see above
+    return reader, writer

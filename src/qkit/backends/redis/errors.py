@@ -10,9 +10,9 @@ from typing import Final
 
 from redis import exceptions
 
-from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull
+from qkit.errors import BackendUnavailable, ConfigError, QueueError, QueueFull, QueueNotFound
 
-__all__ = ["BACKEND", "DRIVER_ERRORS", "error_of", "translated"]
+__all__ = ["BACKEND", "DRIVER_ERRORS", "queue_not_found", "to_queue_error", "translate_errors"]
 
 BACKEND: Final = "redis"
 
@@ -20,10 +20,10 @@ DRIVER_ERRORS: Final = (exceptions.RedisError, OSError, EOFError, ssl.SSLError)
 """All that the driver may raise; a time-out of asyncio is an ``OSError``."""
 
 
-class translated:  # noqa: N801  # it reads as a word: with translated("publish", queue)
+class translate_errors:  # noqa: N801  # it reads as a verb: with translate_errors("publish", queue)
     """Inside it no error of the driver escapes: each becomes a ``QueueError`` with its cause.
 
-    >>> with translated("publish", "orders"):
+    >>> with translate_errors("publish", "orders"):
     ...     raise exceptions.ConnectionError("reset by peer")
     Traceback (most recent call last):
     qkit.errors.BackendUnavailable: ...
@@ -46,13 +46,23 @@ class translated:  # noqa: N801  # it reads as a word: with translated("publish"
     ) -> None:
         """Raise ours in place of the driver's."""
         if isinstance(error, DRIVER_ERRORS) and not isinstance(error, QueueError):
-            raise error_of(error, self._operation, self._queue) from error
+            raise to_queue_error(error, self._operation, self._queue) from error
 
 
-def error_of(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
+def to_queue_error(error: BaseException, operation: str, queue: str | None = None) -> QueueError:
     """What an error of the driver means here; the most specific kinds come first."""
     kind, text = _meaning(error)
     return kind(text, backend=BACKEND, operation=operation, queue=queue, cause=error)
+
+
+def queue_not_found(queue: str, operation: str) -> QueueNotFound:
+    """The error for a queue without a declaration on the server."""
+    return QueueNotFound(
+        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
+        backend=BACKEND,
+        operation=operation,
+        queue=queue,
+    )
 
 
 def _meaning(error: BaseException) -> tuple[type[QueueError], str]:

@@ -11,24 +11,28 @@ from redis.retry import Retry
 
 from qkit._internal.logging import logger
 from qkit.backends.common.lease_renewal_thread import LeaseRenewal
-from qkit.backends.redis.connection import Address
-from qkit.backends.redis.driver import Word
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.driver import CommandArgument
 from qkit.backends.redis.errors import DRIVER_ERRORS
-from qkit.backends.redis.keys import Place
+from qkit.backends.redis.keys import QueueKeys
 from qkit.backends.redis.scripts import lifecycle
 
-__all__ = ["Renewals"]
+__all__ = ["RedisLeaseRenewal"]
 
 
-class Renewals(LeaseRenewal):
+class RedisLeaseRenewal(LeaseRenewal):
     """``held`` is the subscription's own dict of tokens; all its leases have one length."""
 
     def __init__(
-        self, address: Address, place: Place, lease: float, held: dict[str, float]
+        self,
+        parameters: ConnectionParameters,
+        keys: QueueKeys,
+        lease: float,
+        held: dict[str, float],
     ) -> None:
         super().__init__()
-        self._address = address
-        self._place = place
+        self._parameters = parameters
+        self._keys = keys
         self._lease = lease
         self._held = held
         self._client: redis.Redis | None = None
@@ -40,15 +44,15 @@ class Renewals(LeaseRenewal):
     def renew(self, timeout: float) -> None:
         """One script for all of them."""
         milliseconds = round(self._lease * 1000)
-        told: list[Word] = []
+        arguments: list[CommandArgument] = []
         for token in self._held.copy():
-            told += [token, milliseconds]
-        keys = self._place.keys
+            arguments += [token, milliseconds]
+        script_keys = self._keys.lease_keys
         try:
             if self._client is None:
                 self._client = self._connect(timeout)
             self._client.execute_command(  # type: ignore[no-untyped-call]  # theirs
-                "EVAL", lifecycle.EXTEND.source, len(keys), *keys, self._place.base, *told
+                "EVAL", lifecycle.EXTEND.source, len(script_keys), *script_keys, *arguments
             )
         except DRIVER_ERRORS as error:
             self.hang_up()
@@ -56,11 +60,11 @@ class Renewals(LeaseRenewal):
 
     def _connect(self, timeout: float) -> redis.Redis:
         return redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]  # theirs
-            self._address.url,
+            self._parameters.url,
             single_connection_client=True,
             socket_timeout=max(0.05, timeout),
             retry=Retry(NoBackoff(), 0),
-            **self._address.options(),
+            **self._parameters.options(),
         )
 
     def hang_up(self) -> None:

@@ -5,37 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
-from typing import Any, Final
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.tasks import run_to_completion
 from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.redis import codec
-from qkit.backends.redis.at_most_once_subscription import UnreliableSubscription
-from qkit.backends.redis.connection import Address, Link
-from qkit.backends.redis.errors import BACKEND, translated
-from qkit.backends.redis.keys import Place
-from qkit.backends.redis.list_subscription import RedisSubscription
-from qkit.backends.redis.scripts import admin, lifecycle
-from qkit.backends.redis.scripts.script import Script
-from qkit.errors import (
-    ConfigError,
-    PartialSend,
-    QueueError,
-    QueueFull,
-    QueueNotFound,
-    SendTimeout,
-)
-from qkit.message import GROUP, DeadLetter, Envelope, Sent
+from qkit.backends.redis.at_most_once_subscription import AtMostOnceSubscription
+from qkit.backends.redis.connection import ConnectionParameters, ReconnectingConnection
+from qkit.backends.redis.errors import BACKEND, queue_not_found, translate_errors
+from qkit.backends.redis.keys import QUEUES, QueueKeys
+from qkit.backends.redis.list_admin import ListAdmin
+from qkit.backends.redis.list_publisher import ListPublisher
+from qkit.backends.redis.list_subscription import ListSubscription
+from qkit.backends.redis.queue_scripts import QueueScripts
+from qkit.backends.redis.scripts import lifecycle
+from qkit.errors import ConfigError, QueueNotFound
+from qkit.message import DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["RedisListBackend"]
-
-QUEUES: Final = "qkit:queues"  # the names of all queues; no channel's name can hold a colon
-BATCH: Final = 500  # ids in one call of a script
-FULL: Final = -2
-ASIDE: Final = -1  # not by the short way
+__all__ = ["RedisListBackend", "from_settings"]
 
 
 class RedisListBackend:
@@ -54,7 +43,7 @@ class RedisListBackend:
 
     def __init__(
         self,
-        address: Address | str,
+        parameters: ConnectionParameters | str,
         *,
         clock: Clock | None = None,
         ack_deadline: float = 30.0,
@@ -66,8 +55,16 @@ class RedisListBackend:
         self._reliable = reliable
         if not reliable:
             self.capabilities = MATRIX["redis-list-unreliable"]
-        self._replicas = replicas
-        self.link = Link(address if isinstance(address, Address) else Address(address))
+        self.connection = ReconnectingConnection(
+            parameters
+            if isinstance(parameters, ConnectionParameters)
+            else ConnectionParameters(parameters)
+        )
+        self._scripts = QueueScripts(self.connection)
+        self._publisher = ListPublisher(
+            self.connection, self._scripts, replicas=replicas, on_evicted=self._dropped
+        )
+        self._admin = ListAdmin(self.connection, self._scripts)
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
@@ -75,13 +72,13 @@ class RedisListBackend:
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; ``ConfigError`` if the replicas are missing."""
-        self.link.connect()
+        self.connection.connect()
         try:
             await self.ping()
-            if self._replicas > 1:
-                await self._check_replicas(self._replicas)
+            if self._publisher.replicas > 1:
+                await self._check_replicas(self._publisher.replicas)
         except BaseException:
-            await self.link.aclose()
+            await self.connection.aclose()
             raise
 
     async def declare(self, spec: QueueSpec) -> None:
@@ -90,17 +87,18 @@ class RedisListBackend:
         Raises ``ConfigError`` when it exists as the other kind, and with ``passive``
         ``QueueNotFound`` when it does not exist.
         """
-        with translated("declare", spec.name):
-            if spec.replicas > self._replicas:
+        with translate_errors("declare", spec.name):
+            if spec.replicas > self._publisher.replicas:
                 await self._check_replicas(spec.replicas)
-                self._replicas = spec.replicas
+                self._publisher.replicas = spec.replicas
             kind = "topic" if spec.broadcast else "queue"
-            told = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
+            arguments = [] if spec.passive else [kind, int(spec.again), *_declaration(spec)]
             if not spec.passive:
-                await self.link.command("SADD", QUEUES, spec.name)
-            found = await self._run(lifecycle.DECLARE, Place.of(spec.name), *told)
+                await self.connection.command("SADD", QUEUES, spec.name)
+            keys = QueueKeys.of(spec.name).declaration_keys
+            found = await self.connection.run(lifecycle.DECLARE, keys, *arguments)
         if found is None:
-            raise _not_found(spec.name, "declare")
+            raise queue_not_found(spec.name, "declare")
         if found.decode() != kind:
             raise ConfigError(
                 f"{spec.name!r} was declared as a {found.decode()} and now as a {kind}: declare "
@@ -112,94 +110,25 @@ class RedisListBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        results: list[Sent | QueueError] = []
-        for batch in codec.batches(envelopes):
-            try:
-                results += await self._send(queue, batch)
-            except QueueError as error:
-                if not results:
-                    raise
-                results += [error] * (len(envelopes) - len(results))
-                break
-        sent = [item for item in results if isinstance(item, Sent)]
-        if len(sent) < len(results):
-            raise PartialSend.of(results, backend=self.name, queue=queue)
-        return sent
+        return await self._publisher.publish(queue, envelopes)
 
-    async def _send(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent | QueueError]:
-        with translated("publish", queue):
-            first = ASIDE
-            if all(map(_is_plain, envelopes)):
-                frames = [codec.encode(item) for item in envelopes]
-                first = await self._confirmed(lifecycle.PLAIN, queue, frames)
-                if first is None:
-                    raise _not_found(queue, "publish")
-            if first != ASIDE:
-                return [Sent(item.id, first + at) for at, item in enumerate(envelopes)]
-            return await self._send_aside(queue, envelopes)
-
-    async def _send_aside(
-        self, queue: str, envelopes: Sequence[Envelope]
-    ) -> list[Sent | QueueError]:
-        arguments: list[str | int | bytes] = []
-        # In a queue of dead letters the header is a fact like the others.
-        topic = any(GROUP in item.headers for item in envelopes) and await self._is_topic(queue)
-        for item in envelopes:
-            group = item.headers.get(GROUP, "") if topic else ""
-            if group:
-                headers = {name: item.headers[name] for name in item.headers if name != GROUP}
-                item = replace(item, headers=headers)
-            priority = "" if item.priority is None else item.priority
-            arguments += (group, priority, codec.milliseconds(item.not_before), codec.encode(item))
-        answer = await self._confirmed(lifecycle.SEND, queue, arguments)
-        if answer is None:
-            raise _not_found(queue, "publish")
-        positions, evicted = answer
-        for content in evicted:
-            self._dropped(queue, content)
-        return [
-            _full(queue, item)
-            if position == FULL
-            else Sent(item.id, position if position >= 0 else None)
-            for item, position in zip(envelopes, positions, strict=True)
-        ]
-
-    async def _confirmed(self, script: Script, queue: str, arguments: Sequence[Any]) -> Any:
-        place = Place.of(queue)
-        if self._replicas == 1:
-            return await self._run(script, place, *arguments)
-        wait = self.link.address.timeout / 2
-        answer, copies = await self.link.run_and_wait(
-            script, place.keys, [place.base, *arguments], self._replicas - 1, wait
-        )
-        if answer not in (None, ASIDE) and copies < self._replicas - 1:
-            raise SendTimeout(
-                f"Redis has the messages, but only {copies} of {self._replicas - 1} replicas "
-                f"confirmed them within {wait:g} s: they may be lost if it fails now",
-                backend=self.name,
-                operation="publish",
-                queue=queue,
-            )
-        return answer
-
-    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[RedisSubscription]:
+    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[ListSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
         return self._subscription(spec)
 
     @asynccontextmanager
-    async def _subscription(
-        self, spec: SubscriptionSpec
-    ) -> AsyncGenerator[RedisSubscription, None]:
-        with translated("subscribe", spec.queue):
-            place, max_deliveries = await self._join(spec)
-            kind = RedisSubscription if self._reliable else UnreliableSubscription
+    async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[ListSubscription, None]:
+        with translate_errors("subscribe", spec.queue):
+            keys, max_deliveries = await self._join(spec)
+            kind = ListSubscription if self._reliable else AtMostOnceSubscription
             subscription = kind(
-                self.link,
-                place,
+                self.connection,
+                self._scripts,
+                keys,
                 spec,
                 lease=self._lease(spec),
                 clock=self._clock,
-                bury=self._bury,
+                write_dead_letter=self._dead_letter,
                 max_deliveries=max_deliveries,
             )
             try:
@@ -217,27 +146,27 @@ class RedisListBackend:
             return 0.0
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
-    async def _join(self, spec: SubscriptionSpec) -> tuple[Place, int | None]:
+    async def _join(self, spec: SubscriptionSpec) -> tuple[QueueKeys, int | None]:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
-        place = Place.of(spec.queue)
-        joined = await self._run(lifecycle.JOIN, place, spec.group)
+        keys = QueueKeys.of(spec.queue)
+        joined = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
         if joined is None:
-            raise _not_found(spec.queue, "subscribe")
+            raise queue_not_found(spec.queue, "subscribe")
         kind, *most = joined
-        return place.of_group(spec.group) if kind == b"topic" else place, most[0] if most else None
+        return keys.of_group(spec.group) if kind == b"topic" else keys, most[0] if most else None
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
-        with translated("ping"):
-            await self.link.command("PING")
+        with translate_errors("ping"):
+            await self.connection.command("PING")
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
-        await self.link.aclose()
+        await self.connection.aclose()
 
     async def _check_replicas(self, wanted: int) -> None:
-        with translated("start"):
-            info: bytes = await self.link.command("INFO", "replication")
+        with translate_errors("start"):
+            info: bytes = await self.connection.command("INFO", "replication")
         said = re.search(rb"^connected_slaves:(\d+)", info, re.MULTILINE)
         connected = int(said[1]) if said else 0
         if connected < wanted - 1:
@@ -248,77 +177,31 @@ class RedisListBackend:
                 operation="start",
             )
 
-    async def _is_topic(self, queue: str) -> bool:
-        with translated("publish", queue):
-            kind: bytes | None = await self.link.command("HGET", Place.of(queue).keys[0], "kind")
-        return kind == b"topic"
-
     # Admin
 
     async def queues(self) -> list[str]:
         """The names of all queues and topics that were declared on this server."""
-        with translated("queues"):
-            return sorted(name.decode() for name in await self.link.command("SMEMBERS", QUEUES))
+        return await self._admin.queues()
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
-        ready, held, scheduled = await self._ask(admin.STATS, queue, "stats")
-        return QueueStats(
-            queue=queue,
-            depth=ready,
-            in_flight=held,
-            scheduled=scheduled,
-            consumers=await self._consumers(queue),
-        )
-
-    async def _consumers(self, queue: str) -> int | None:
-        """How many subscriptions the server has a connection of, by the names they gave it."""
-        try:
-            with translated("stats", queue):
-                clients: bytes = await self.link.command("CLIENT", "LIST", "TYPE", "normal")
-        except ConfigError:  # this user may not ask
-            return None
-        name = re.escape(Place.of(queue).client)
-        return len(re.findall(rf" name={name}[: ]".encode(), clients))
+        return await self._admin.stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
         """The next messages in order of delivery, delayed ones last."""
-        found = await self._ask(admin.PEEK, queue, "peek", limit)
-        envelopes: list[Envelope] = []
-        for at in range(0, len(found), 2):
-            envelope, _ = codec.decode(found[at + 1])
-            if found[at]:
-                envelope.headers[GROUP] = found[at].decode()
-            envelopes.append(envelope)
-        return envelopes
+        return await self._admin.peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return int(await self._ask(admin.PURGE, queue, "purge"))
+        return await self._admin.purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
-        gone = 0
-        for at in range(0, len(ids), BATCH):
-            some = [codec.wire_id(id) for id in ids[at : at + BATCH]]
-            gone += int(await self._ask(admin.REMOVE, queue, "remove", *some))
-        return gone
+        return await self._admin.remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it."""
-        await self._ask(admin.DELETE, queue, "delete")
-        with translated("delete", queue):
-            await self.link.command("SREM", QUEUES, queue)
-
-    async def _ask(self, script: Script, queue: str, operation: str, *arguments: Any) -> Any:
-        with translated(operation, queue):
-            answer = await self._run(script, Place.of(queue), *arguments)
-        if answer is None:
-            raise _not_found(queue, operation)
-        return answer
-
-    async def _run(self, script: Script, place: Place, *arguments: Any) -> Any:
-        return await self.link.run(script, place.keys, place.base, *arguments)
+        await self._admin.delete(queue)
 
     # DeadLetterSource, DroppedLetterSource
 
@@ -334,8 +217,8 @@ class RedisListBackend:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
 
-    async def _bury(self, place: Place, letter: DeadLetter) -> None:
-        target = await self.link.command("HGET", place.keys[0], "dead_letter")
+    async def _dead_letter(self, keys: QueueKeys, letter: DeadLetter) -> None:
+        target = await self.connection.command("HGET", keys.meta, "dead_letter")
         if target:  # empty: the consumer wants none
             name = target.decode()
             try:
@@ -352,6 +235,22 @@ class RedisListBackend:
             callback(letter)
 
 
+def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
+    """Build the backend that the settings describe, not yet started.
+
+    Args:
+        settings: Settings with ``type="redis"`` and ``mode="list"``.
+        clock: Time of the service.
+    """
+    return RedisListBackend(
+        ConnectionParameters.from_settings(settings),
+        clock=clock,
+        ack_deadline=settings.ack_deadline,
+        replicas=settings.replicas,
+        reliable=settings.reliable,
+    )
+
+
 def _declaration(spec: QueueSpec) -> list[str | int]:
     """The default dead-letter queue, then the fields that are set, with their values."""
     letters = spec.dead_letter or ""
@@ -364,30 +263,3 @@ def _declaration(spec: QueueSpec) -> list[str | int]:
     }
     given = {name: value for name, value in fields.items() if value is not None}
     return [letters, *(word for field in given.items() for word in field)]
-
-
-def _is_plain(envelope: Envelope) -> bool:
-    return (
-        envelope.priority in (None, 5)
-        and envelope.not_before is None
-        and GROUP not in envelope.headers
-    )
-
-
-def _not_found(queue: str, operation: str) -> QueueNotFound:
-    return QueueNotFound(
-        f"there is no queue {queue!r} on this Redis: declare it, or send to it first",
-        backend=BACKEND,
-        operation=operation,
-        queue=queue,
-    )
-
-
-def _full(queue: str, envelope: Envelope) -> QueueFull:
-    return QueueFull(
-        "the queue holds as many messages as it may: consume or purge some, or raise max_depth",
-        backend=BACKEND,
-        operation="publish",
-        queue=queue,
-        message_id=envelope.id,
-    )

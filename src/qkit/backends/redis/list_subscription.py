@@ -1,4 +1,4 @@
-"""A consumer of a Redis list: claims in batches, parks on the server, settles in gathered calls."""
+"""Subscription to a Redis list: claims in batches, blocks on the server, settles with leases."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.common.call_batcher import Gathered
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Link, is_forgotten
-from qkit.backends.redis.driver import Reply, Wire, Word
-from qkit.backends.redis.errors import BACKEND, DRIVER_ERRORS, error_of, translated
-from qkit.backends.redis.keys import Place
-from qkit.backends.redis.lease_renewal import Renewals
+from qkit.backends.redis.connection import ReconnectingConnection, is_unknown_script
+from qkit.backends.redis.driver import CommandArgument, PipelinedConnection, Reply
+from qkit.backends.redis.errors import BACKEND, DRIVER_ERRORS, to_queue_error, translate_errors
+from qkit.backends.redis.keys import QueueKeys
+from qkit.backends.redis.lease_renewal import RedisLeaseRenewal
+from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError, SubscriptionLost
 from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
 
-__all__ = ["RedisSubscription"]
+__all__ = ["ListSubscription"]
 
-# Nobody depends on it to hear of a message: it is for what happens by itself, a lease that ends or
-# a delay that is over, while whoever knew of it is busy. Retries may be a second late.
-SAFETY: Final = 1.0
-GLANCE: Final = 0.2  # to wait where nothing was left, before asking what is due
-MOST: Final = 1_000  # messages in one claim or acknowledgement
-FAREWELL: Final = 2.0  # to wake a parked command; then its connection is hung up
+# New messages end a blocking call at once. The limit is for leases that end and delays that are
+# over while no consumer waits for them. Retries may be a second late.
+MAX_BLOCK_SECONDS: Final = 1.0
+SHORT_BLOCK_SECONDS: Final = 0.2  # after a claim that left nothing, before asking what is due
+MAX_CLAIM: Final = 1_000  # messages in one claim or acknowledgement
+UNBLOCK_TIMEOUT_SECONDS: Final = 2.0  # to end a blocking command; then its connection is closed
+
+WriteDeadLetter = Callable[[QueueKeys, DeadLetter], Awaitable[None]]
 
 
-Bury = Callable[[Place, DeadLetter], Awaitable[None]]
-
-
-class RedisSubscription:
+class ListSubscription:
     """A live claim on a queue: at most ``prefetch`` unsettled deliveries.
 
     One task fetches: it claims, or waits on the server and claims what woke it. It outlives a
@@ -45,21 +45,23 @@ class RedisSubscription:
 
     def __init__(
         self,
-        link: Link,
-        place: Place,
+        connection: ReconnectingConnection,
+        scripts: QueueScripts,
+        keys: QueueKeys,
         spec: SubscriptionSpec,
         *,
         lease: float,
         clock: Clock,
-        bury: Bury,
+        write_dead_letter: WriteDeadLetter,
         max_deliveries: int | None,
     ) -> None:
-        self._link = link
-        self._place = place
+        self._connection = connection
+        self._scripts = scripts
+        self._keys = keys
         self._prefetch = spec.prefetch
         self._lease = lease
         self._clock = clock
-        self._bury = bury
+        self._write_dead_letter = write_dead_letter
         self._max_deliveries = max_deliveries
         self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
         self._claimed: list[Delivery] = []  # on their way to a receive
@@ -67,9 +69,9 @@ class RedisSubscription:
         self._fetching: asyncio.Task[None] | None = None
         self._broken: SubscriptionLost | None = None
         self._drained = False  # the last claim left nothing behind
-        self._parker: Wire | None = None
-        self._parker_id = 0
-        self._parked_until = 0.0
+        self._blocking_connection: PipelinedConnection | None = None
+        self._blocking_connection_id = 0
+        self._blocked_until = 0.0
         self._news = asyncio.Event()  # the fetch has ended
         self._free = asyncio.Event()  # there may be a slot
         self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
@@ -77,17 +79,19 @@ class RedisSubscription:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._acks = Gathered(self._ack_all)
         self._extensions = Gathered(self._extend_all)
-        self._renewals = Renewals(link.address, place, lease, self.held)
+        self._lease_renewal = RedisLeaseRenewal(connection.parameters, keys, lease, self.held)
 
     async def open(self) -> None:
-        """Connect; the parking connection must be known by its number to be woken."""
-        self._parker = await self._link.address.wire()
-        number, _ = await self._parker.call_all(
-            [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._place.client)]
+        """Connect; to unblock the blocking connection its id is needed."""
+        self._blocking_connection = await self._connection.parameters.open_connection()
+        number, _ = await self._blocking_connection.call_all(
+            [("CLIENT", "ID"), ("CLIENT", "SETNAME", self._keys.client)]
         )
         if isinstance(number, Exception):
             raise number
-        self._parker_id = int(number)  # a name that was refused only leaves it uncounted
+        self._blocking_connection_id = int(
+            number
+        )  # a name that was refused only leaves it uncounted
 
     # Receive
 
@@ -116,21 +120,20 @@ class RedisSubscription:
 
     def _fetch_soon(self, limit: int) -> bool:
         """Begin to fetch, unless so much is held that nothing more may be."""
-        free = min(limit, self._slots(), MOST)
+        free = min(limit, self._slots(), MAX_CLAIM)
         if free > 0:
             self._fetching = asyncio.create_task(self._fetch(free), name="qkit redis fetch")
         return free > 0
 
     async def _fetch(self, count: int) -> None:
         try:
-            wait = GLANCE
+            wait = SHORT_BLOCK_SECONDS
             if self._drained:
                 await asyncio.sleep(0)  # first whoever waits for what the last claim brought
             else:
-                claim = await self._link.run(lifecycle.CLAIM, self._place.keys, *self._claim(count))
-                wait = await self._take(claim, count)
+                wait = await self._take(await self._claim(count), count)
             while self._receivers and not self._claimed and not self._stopped:
-                wait = await self._take(await self._park(wait, count), count)
+                wait = await self._take(await self._block(wait, count), count)
         except Exception as error:  # whatever it was, a receive must hear of it
             self._broken = self._lost(error)
         finally:
@@ -138,51 +141,60 @@ class RedisSubscription:
             self._news.set()
             self._return_claimed()
 
-    def _claim(self, count: int) -> tuple[str, int, int]:
-        """What the claim script is told."""
-        return self._place.base, count, round(self._lease * 1000)
+    async def _claim(self, count: int) -> Reply:
+        """Claim up to ``count`` messages."""
+        arguments = count, round(self._lease * 1000)
+        claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments)
+        if claim == DISTRIBUTE_FIRST:  # another program pushed to the topic's own name
+            await self._scripts.run_whole(lifecycle.DISTRIBUTE, self._keys.queue)
+            claim = await self._scripts.run_part(lifecycle.CLAIM, self._keys, *arguments, 1)
+        return claim
 
-    async def _park(self, seconds: float, count: int) -> Reply:
+    async def _block(self, seconds: float, count: int) -> Reply:
         """Wait on the server for a message, then claim: both in one round trip."""
-        assert self._parker is not None
-        keys, told = self._place.keys, self._claim(count)
-        ingress, arrived = self._place.ingress, f"{self._place.base}:in"
-        self._parked_until = self._clock.monotonic() + seconds
-        moved, claim = await self._parker.call_all(
+        assert self._blocking_connection is not None
+        keys = self._keys
+        script_keys, levels = self._scripts.part_call(keys)
+        arguments = levels, count, round(self._lease * 1000)
+        timeout = max(0.001, round(seconds, 3))
+        self._blocked_until = self._clock.monotonic() + seconds
+        moved, claim = await self._blocking_connection.call_all(
             [
-                ("BLMOVE", ingress, arrived, "LEFT", "RIGHT", max(0.001, round(seconds, 3))),
-                ("EVALSHA", lifecycle.CLAIM.sha, len(keys), *keys, *told),
+                ("BLMOVE", keys.ingress, keys.arrived, "LEFT", "RIGHT", timeout),
+                ("EVALSHA", lifecycle.CLAIM.sha, len(script_keys), *script_keys, *arguments),
             ],
             longer=seconds,
         )
         if isinstance(moved, Exception):
             raise moved
         if isinstance(claim, Exception):
-            if not is_forgotten(claim):
+            if not is_unknown_script(claim):
                 raise claim
-            return await self._link.run(lifecycle.CLAIM, keys, *told)
+            return await self._claim(count)
+        if claim in (STALE_KEYS, DISTRIBUTE_FIRST):
+            return await self._claim(count)
         return claim
 
     def _lost(self, error: BaseException) -> SubscriptionLost:
         if isinstance(error, SubscriptionLost):
             return error
-        said = error.message if isinstance(error, QueueError) else error_of(error, "").message
+        said = error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
         return SubscriptionLost(
             f"the subscription broke: {said}",
             backend=BACKEND,
             operation="receive",
-            queue=self._place.queue,
+            queue=self._keys.queue,
             cause=error,
         )
 
     async def _take(self, answer: Reply, count: int) -> float:
-        """What a claim brought; bury what is dead. Returns how long to wait if nothing came."""
+        """Take over a claim, dead-letter what is dead; return how long to wait if nothing came."""
         if answer is None:
             raise SubscriptionLost(
                 "the queue was deleted",
                 backend=BACKEND,
                 operation="receive",
-                queue=self._place.queue,
+                queue=self._keys.queue,
             )
         now, nearest, found = answer
         self._drained = 0 < len(found) < 2 * count
@@ -203,19 +215,21 @@ class RedisSubscription:
         if dead:
             self._news.set()  # what came with them need not wait for their funeral
         for token, envelope, spent in dead:
-            await self._inter(token, envelope, spent, now / 1000)
+            await self._dead_letter_and_ack(token, envelope, spent, now / 1000)
         if dead:
             return 0.001  # there may be more behind them
-        return SAFETY if nearest < 0 else min(SAFETY, nearest / 1000)
+        return MAX_BLOCK_SECONDS if nearest < 0 else min(MAX_BLOCK_SECONDS, nearest / 1000)
 
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
-        return Delivery(envelope, self._place.queue, token, self._lease)
+        return Delivery(envelope, self._keys.queue, token, self._lease)
 
     def _keep(self) -> None:
-        self._renewals.wake()
+        self._lease_renewal.wake()
 
-    async def _inter(self, token: str, envelope: Envelope, spent: bool, now: float) -> None:
-        """A copy in the dead letters first, then the ack: a crash between them repeats it."""
+    async def _dead_letter_and_ack(
+        self, token: str, envelope: Envelope, spent: bool, now: float
+    ) -> None:
+        """Write the dead letter, then acknowledge: a crash between the two repeats both."""
         error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
         if spent:
             error = LeaseExpired(
@@ -224,15 +238,15 @@ class RedisSubscription:
             )
         letter = DeadLetter.of(
             envelope,
-            channel=self._place.queue,
+            channel=self._keys.queue,
             reason=Reason.MAX_RETRIES_EXCEEDED if spent else Reason.TTL_EXPIRED,
             at=now,
             error=error,
-            group=self._place.group,
+            group=self._keys.group,
         )
         try:
-            await self._bury(self._place, letter)
-            await self._link.run(lifecycle.ACK, self._place.keys, self._place.base, token)
+            await self._write_dead_letter(self._keys, letter)
+            await self._connection.run(lifecycle.ACK, self._keys.held_keys, token)
         except Exception as failure:
             self._tell(failure)
             raise
@@ -269,20 +283,18 @@ class RedisSubscription:
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
-    def _returned(self, claimed: list[Delivery]) -> list[Word]:
+    def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
         """What the script is told of deliveries that nobody saw."""
         return _as_they_were([str(delivery.receipt) for delivery in claimed])
 
-    async def _put_back(self, arguments: list[Word]) -> None:
+    async def _put_back(self, arguments: list[CommandArgument]) -> None:
         if not arguments:
             return
         try:
-            with translated("release", self._place.queue):
-                await self._link.run(
-                    lifecycle.RELEASE, self._place.keys, self._place.base, *arguments
-                )
+            with translate_errors("release", self._keys.queue):
+                await self._scripts.run_part(lifecycle.RELEASE, self._keys, *arguments)
         except QueueError as error:  # their leases end by themselves
-            logger.warning("%s: messages could not be given back: %s", self._place.queue, error)
+            logger.warning("%s: messages could not be given back: %s", self._keys.queue, error)
 
     # Settle
 
@@ -294,8 +306,8 @@ class RedisSubscription:
         """Remove several messages in one round trip."""
         tokens = [self._token(delivery, "ack") for delivery in deliveries]
         done: list[int] = []
-        for at in range(0, len(tokens), MOST):
-            done += await self._ack_all(*tokens[at : at + MOST])
+        for at in range(0, len(tokens), MAX_CLAIM):
+            done += await self._ack_all(*tokens[at : at + MAX_CLAIM])
         results: list[QueueError | None] = [
             None if there else self._late(delivery, token, "ack")
             for delivery, token, there in zip(deliveries, tokens, done, strict=True)
@@ -315,14 +327,14 @@ class RedisSubscription:
         content = codec.encode(envelope, envelope.attempt - (not count_attempt), scheduled=False)
         await self._settle("release", delivery, self._release(token, delay, content))
         due = self._clock.monotonic() + delay
-        if delay > 0 and due < self._parked_until:
+        if delay > 0 and due < self._blocked_until:
             await self._unblock()  # the wait was measured before this was known
 
     async def _release(self, token: str, delay: float, content: bytes) -> int:
         milliseconds = _ms(delay) if delay > 0 else 0
-        with translated("release", self._place.queue):
-            done = await self._link.run(
-                lifecycle.RELEASE, self._place.keys, self._place.base, token, milliseconds, content
+        with translate_errors("release", self._keys.queue):
+            done = await self._scripts.run_part(
+                lifecycle.RELEASE, self._keys, token, milliseconds, content
             )
         return int(done[0]) if done else 0
 
@@ -369,39 +381,39 @@ class RedisSubscription:
         self._free.set()
 
     async def _ack_all(self, *tokens: str | int) -> list[int]:
-        with translated("ack", self._place.queue):
-            done: int | list[int] = await self._link.run(
-                lifecycle.ACK, self._place.keys, self._place.base, *tokens
+        with translate_errors("ack", self._keys.queue):
+            done: int | list[int] = await self._connection.run(
+                lifecycle.ACK, self._keys.held_keys, *tokens
             )
         return [1] * done if isinstance(done, int) else done
 
     async def _extend_all(self, *arguments: str | int) -> list[int]:
-        with translated("extend", self._place.queue):
-            done: list[int] = await self._link.run(
-                lifecycle.EXTEND, self._place.keys, self._place.base, *arguments
+        with translate_errors("extend", self._keys.queue):
+            done: list[int] = await self._connection.run(
+                lifecycle.EXTEND, self._keys.lease_keys, *arguments
             )
         return done
 
     # The end
 
     async def stop(self) -> None:
-        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
+        """Fetch no more and wake a waiting ``receive``; what was delivered can be settled."""
         if self._stopped:
             return
         self._stopped = True
         self._news.set()
         self._free.set()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL):
+            async with asyncio.timeout(UNBLOCK_TIMEOUT_SECONDS):
                 while (fetching := self._fetching) is not None:
                     await self._unblock()
                     await asyncio.wait({fetching}, timeout=0.1)  # it may have come too early
-        if self._fetching is not None and self._parker is not None:
-            await self._parker.aclose()
+        if self._fetching is not None and self._blocking_connection is not None:
+            await self._blocking_connection.aclose()
 
     async def _unblock(self) -> None:
         with contextlib.suppress(*DRIVER_ERRORS, QueueError):
-            await self._link.command("CLIENT", "UNBLOCK", self._parker_id)
+            await self._connection.command("CLIENT", "UNBLOCK", self._blocking_connection_id)
 
     async def leave(self) -> None:
         """Stop, give back what is held, and disconnect."""
@@ -412,9 +424,9 @@ class RedisSubscription:
             while self._tasks:
                 await asyncio.wait(self._tasks)
         finally:
-            self._renewals.close()
-            if self._parker is not None:
-                await self._parker.aclose()
+            self._lease_renewal.close()
+            if self._blocking_connection is not None:
+                await self._blocking_connection.aclose()
             if self._fetching is not None:
                 self._fetching.cancel()
 
@@ -433,8 +445,8 @@ def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
 
 
-def _as_they_were(tokens: list[str]) -> list[Word]:
-    arguments: list[Word] = []
+def _as_they_were(tokens: list[str]) -> list[CommandArgument]:
+    arguments: list[CommandArgument] = []
     for token in reversed(tokens):  # each goes to the front
         arguments += [token, 0, ""]
     return arguments

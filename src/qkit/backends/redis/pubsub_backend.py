@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Final
 
 from qkit._internal.clock import Clock, SystemClock
-from qkit._internal.logging import logger
 from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
-from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Address
-from qkit.backends.redis.errors import BACKEND, translated
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.errors import BACKEND, translate_errors
 from qkit.backends.redis.list_backend import RedisListBackend
-from qkit.backends.redis.pubsub_subscription import Listening
+from qkit.backends.redis.pubsub_publisher import PubSubPublisher
+from qkit.backends.redis.pubsub_subscription import PubSubSubscription
 from qkit.message import DeadLetter, Envelope, Sent
+from qkit.settings.model import Settings
 
-__all__ = ["RedisPubSubBackend"]
-
-LOG_INTERVAL_SECONDS: Final = 60.0  # between two warnings about one channel without subscribers
+__all__ = ["RedisPubSubBackend", "from_settings"]
 
 
 class RedisPubSubBackend:
@@ -42,15 +39,15 @@ class RedisPubSubBackend:
 
     def __init__(
         self,
-        address: Address | str,
+        parameters: ConnectionParameters | str,
         *,
         clock: Clock | None = None,
     ) -> None:
-        self.unheard = 0
-        self._clock: Clock = clock if clock is not None else SystemClock()
-        self._log_again: dict[str, float] = {}  # when to log again of a channel without subscribers
-        self._lists = RedisListBackend(address, clock=clock, reliable=False)
-        self._link = self._lists.link
+        self._lists = RedisListBackend(parameters, clock=clock, reliable=False)
+        self._connection = self._lists.connection
+        self._publisher = PubSubPublisher(
+            self._connection, clock if clock is not None else SystemClock()
+        )
         self._queues: set[str] = set()
         self._topics: set[str] = set()
 
@@ -70,44 +67,29 @@ class RedisPubSubBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Tell messages to whoever listens now, hundreds in one round trip."""
-        if queue in self._queues:
-            return await self._lists.publish(queue, envelopes)
-        with translated("publish", queue):
-            for batch in codec.batches(envelopes):
-                receivers: list[int] = await self._link.commands(
-                    [("PUBLISH", queue, codec.encode(envelope)) for envelope in batch]
-                )
-                if 0 in receivers:
-                    self._not_heard(queue, receivers.count(0))
-        return [Sent(envelope.id) for envelope in envelopes]
+        publisher = self._lists if queue in self._queues else self._publisher
+        return await publisher.publish(queue, envelopes)
 
-    def _not_heard(self, queue: str, count: int) -> None:
-        """Count messages that no subscriber received; log it once a minute for each channel."""
-        self.unheard += count
-        now = self._clock.monotonic()
-        if now >= self._log_again.get(queue, now):
-            self._log_again[queue] = now + LOG_INTERVAL_SECONDS
-            logger.warning(
-                "%s: %d messages were published and no subscriber received them: pub/sub keeps "
-                "nothing, they are lost",
-                queue,
-                count,
-                extra={"queue": queue},
-            )
+    @property
+    def unheard(self) -> int:
+        """Number of messages that no subscriber received."""
+        return self._publisher.unheard
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
         """Listen to a topic, or consume a queue."""
-        return self._listening(spec) if spec.broadcast else self._lists.subscribe(spec)
+        return self._subscription(spec) if spec.broadcast else self._lists.subscribe(spec)
 
     @asynccontextmanager
-    async def _listening(self, spec: SubscriptionSpec) -> AsyncGenerator[Listening, None]:
-        listening = Listening(self._link.address, spec)
+    async def _subscription(
+        self, spec: SubscriptionSpec
+    ) -> AsyncGenerator[PubSubSubscription, None]:
+        subscription = PubSubSubscription(self._connection.parameters, spec)
         try:
-            with translated("subscribe", spec.queue):
-                await listening.open()
-            yield listening
+            with translate_errors("subscribe", spec.queue):
+                await subscription.open()
+            yield subscription
         finally:
-            await asyncio.shield(listening.leave())
+            await asyncio.shield(subscription.leave())
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
@@ -152,3 +134,13 @@ class RedisPubSubBackend:
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._lists.on_dropped_letter(callback)
+
+
+def from_settings(settings: Settings, clock: Clock) -> RedisPubSubBackend:
+    """Build the backend that the settings describe, not yet started.
+
+    Args:
+        settings: Settings with ``type="redis"`` and ``mode="pubsub"``.
+        clock: Time of the service.
+    """
+    return RedisPubSubBackend(ConnectionParameters.from_settings(settings), clock=clock)

@@ -18,21 +18,23 @@ from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.redis import codec
-from qkit.backends.redis.connection import Address
-from qkit.backends.redis.driver import Reply, Wire
-from qkit.backends.redis.errors import BACKEND, error_of
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.driver import PipelinedConnection, Reply
+from qkit.backends.redis.errors import BACKEND, to_queue_error
 from qkit.errors import MessageNotFound, SubscriptionLost, Unsupported
 from qkit.message import GROUP, Envelope
 
-__all__ = ["Listening"]
+__all__ = ["PubSubSubscription"]
 
 MESSAGES: Final = 1_000  # that wait here at most, but for what came with the last of them
 BYTES: Final = 16 * 2**20
-BEAT: Final = 2.0  # after one to two of these in silence the server is asked whether it is there
-PATIENCE: Final = 4.0  # and has so long to answer: a dead connection is known within ten seconds
+# After one to two intervals without data the server gets a PING. With the time that it has to
+# answer, a dead connection is found within ten seconds.
+PING_INTERVAL_SECONDS: Final = 2.0
+ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 
-class Listener(Wire):
+class SubscriberConnection(PipelinedConnection):
     """A connection in subscriber mode: it is told messages beside the answers to its commands."""
 
     def __init__(
@@ -45,10 +47,10 @@ class Listener(Wire):
         self._ended = ended
         self._reading = True
         self._silent = True
-        self._beat: asyncio.TimerHandle | None = None
-        super().__init__(connection, PATIENCE)
+        self._ping_timer: asyncio.TimerHandle | None = None
+        super().__init__(connection, ANSWER_TIMEOUT_SECONDS)
         if self.lost is None:
-            self._beat = self._loop.call_later(BEAT, self._ask)
+            self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ask)
 
     def _answer(self, reply: Reply) -> None:
         self._silent = False
@@ -61,7 +63,7 @@ class Listener(Wire):
         if self._reading and self._silent and not self._waiting:
             self.call("PING").add_done_callback(_heard)
         self._silent = True
-        self._beat = self._loop.call_later(BEAT, self._ask)
+        self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ask)
 
     def read(self, on: bool) -> None:
         """Read on, or leave what comes with the server."""
@@ -71,7 +73,7 @@ class Listener(Wire):
         transport: Any = self._transport  # one that writes and reads
         if on:
             if self._waiting:  # an answer that nobody has read is not late
-                self._waiting[0].deadline = self._loop.time() + PATIENCE
+                self._waiting[0].deadline = self._loop.time() + ANSWER_TIMEOUT_SECONDS
             transport.resume_reading()
         else:
             transport.pause_reading()
@@ -80,30 +82,30 @@ class Listener(Wire):
         if self._reading:
             super()._check()
         else:
-            self._watch = self._loop.call_later(PATIENCE, self._check)
+            self._watch = self._loop.call_later(ANSWER_TIMEOUT_SECONDS, self._check)
 
     def _lose(self, error: Exception) -> None:
         if self.lost is None:
             super()._lose(error)
-            if self._beat is not None:
-                self._beat.cancel()
+            if self._ping_timer is not None:
+                self._ping_timer.cancel()
             self._ended()
 
 
-class Listening:
+class PubSubSubscription:
     """A subscription to a channel: every one gets a copy of every message.
 
     Its deliveries exist here alone. ``release`` puts one back in front of those that wait here;
     with the subscription all that was not handled is gone.
     """
 
-    def __init__(self, address: Address, spec: SubscriptionSpec) -> None:
-        self._address = address
+    def __init__(self, parameters: ConnectionParameters, spec: SubscriptionSpec) -> None:
+        self._parameters = parameters
         self._channel = spec.queue
         self._group = spec.group
         self._waiting: deque[bytes | Envelope] = deque()
         self._size = 0
-        self._listener: Listener | None = None
+        self._connection: SubscriberConnection | None = None
         self._news = asyncio.Event()
         self._full = False
         self._stopped = False
@@ -111,8 +113,10 @@ class Listening:
 
     async def open(self) -> None:
         """Subscribe; from here on everything is heard."""
-        self._listener = Listener(await self._address.connection(), self._hear, self._news.set)
-        await self._listener.call("SUBSCRIBE", self._channel)
+        self._connection = SubscriberConnection(
+            await self._parameters.open_driver_connection(), self._hear, self._news.set
+        )
+        await self._connection.call("SUBSCRIBE", self._channel)
 
     def _hear(self, payload: bytes) -> None:
         if self._stopped:
@@ -123,8 +127,8 @@ class Listening:
         self._news.set()
         if not self._full and (len(self._waiting) >= MESSAGES or self._size >= BYTES):
             self._full = True
-            assert self._listener is not None
-            self._listener.read(False)
+            assert self._connection is not None
+            self._connection.read(False)
             logger.warning(
                 "%s: %d messages wait for a handler of %s and no more are read: the server keeps "
                 "the rest, and hangs up when its client-output-buffer-limit for pubsub is reached",
@@ -142,11 +146,11 @@ class Listening:
         while not self._stopped:
             if found := self._taken(limit):
                 return found
-            assert self._listener is not None
-            if (error := self._listener.lost) is not None:
+            assert self._connection is not None
+            if (error := self._connection.lost) is not None:
                 raise SubscriptionLost(
                     "the subscription broke, and what is published meanwhile is not heard: "
-                    + error_of(error, "receive").message,
+                    + to_queue_error(error, "receive").message,
                     backend=BACKEND,
                     operation="receive",
                     queue=self._channel,
@@ -169,8 +173,8 @@ class Listening:
             found.append(Delivery(envelope, self._channel, self))
         if self._full and len(self._waiting) <= MESSAGES // 2 and self._size <= BYTES // 2:
             self._full = False
-            assert self._listener is not None
-            self._listener.read(True)
+            assert self._connection is not None
+            self._connection.read(True)
         return found
 
     def _decoded(self, payload: bytes) -> Envelope | None:
@@ -229,8 +233,8 @@ class Listening:
         self._dropped += len(self._waiting)
         self._waiting.clear()
         self._news.set()
-        if self._listener is not None:
-            await self._listener.aclose()
+        if self._connection is not None:
+            await self._connection.aclose()
 
     async def leave(self) -> None:
         """Stop, and say what was lost by that."""

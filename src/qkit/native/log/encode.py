@@ -1,6 +1,6 @@
 """Writing records: the contents that ``record.decode`` reads.
 
->>> from qkit.native.record import decode
+>>> from qkit.native.log.record import decode
 >>> decode(encode_publish(1, 7, "0190", b"{}", priority=9)).body
 b'{}'
 """
@@ -185,9 +185,9 @@ def renumbered(
 ) -> bytes:
     """The content of a message as one for these (queue, seq) targets, one or several.
 
-    ``bulk``: whether it counts only if an ``Inbox`` follows; else that stays as it is.
+    ``bulk``: whether it counts only if a ``BulkImport`` follows; else that stays as it is.
 
-    >>> from qkit.native.record import decode
+    >>> from qkit.native.log.record import decode
     >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
     7
     """

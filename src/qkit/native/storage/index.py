@@ -65,7 +65,7 @@ class Index:
     >>> index = Index()
     >>> index.add(1, (1, 80)); index.add(2, (1, 200)); index.add(3, (2, 80))
     >>> index.forget(2)
-    >>> index.place(3), index[1].live
+    >>> index.position(3), index[1].live
     ((2, 80), 1)
     """
 

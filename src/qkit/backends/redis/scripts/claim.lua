@@ -1,0 +1,77 @@
+-- Claim messages. Script on one part.
+-- ARGV: 2 how many, 3 lease in ms (0: none, the messages leave the server), 4 '1' if the caller has
+-- just distributed what was pushed to the topic.
+-- Returns the time now, ms until the next message is due (-1: none), then tokens and frames; false
+-- if there is no such queue; 'distribute' if the caller has to run distribute first: that touches
+-- the keys of all groups.
+local config, reply = open()
+if not config then return reply end
+if config.kind == 'topic' and ARGV[4] ~= '1' and redis.call('LLEN', KEYS[2]) > 0 then
+  return 'distribute'
+end
+local q, t, want = part(config, 3), clock(), tonumber(ARGV[2])
+expire(q, t, config.max_deliveries)
+promote(q, t)
+local taken = {}
+local function take(list)
+  local fs = #taken < want and redis.call('LPOP', list, want - #taken)
+  if fs then for _, f in ipairs(fs) do taken[#taken + 1] = f end end
+end
+
+-- With one priority the messages are in order already, and none has to be filed. Messages with
+-- another priority or a delay are filed. Returns whether there were none of these.
+local function take_in_line()
+  take(ready(q, 5))
+  local filed = #taken
+  take(q.arrived)
+  take(q.ingress)
+  local last = filed
+  for i = filed + 1, #taken do
+    local f, aside = taken[i], false
+    if not string.find(f, '^qk1 %w+ %- 0 0 %d+ %-\n\n') then  -- most frames match
+      local id, p, at = head(f)
+      aside = at > t or (p ~= '-' and p ~= '5')
+      if not id then f = named(f, t) end
+    end
+    if aside then
+      file(q, {f}, t)
+    else
+      last = last + 1
+      taken[last] = f
+    end
+  end
+  local all = last == #taken
+  for i = #taken, last + 1, -1 do taken[i] = nil end
+  return all
+end
+
+local one = #q.levels == 0 or (#q.levels == 1 and q.levels[1] == 5)
+local plain = one and take_in_line()
+if not plain and #taken == 0 then
+  tidy(q, t)
+  for i = #q.levels, 1, -1 do take(ready(q, q.levels[i])) end
+end
+local out, leases = {}, {}
+if #taken > 0 then
+  local till, last = t + tonumber(ARGV[3]), redis.call('HINCRBY', KEYS[1], 'seq', #taken)
+  for i, f in ipairs(taken) do
+    local tok, j = name(last - #taken + i), #taken - i + 1
+    out[2 * i - 1], out[2 * i] = tok, f
+    leases[2 * j - 1], leases[2 * j] = till, tok  -- last first: faster to insert into a small set
+  end
+  if till > t then
+    redis.call('HSET', q.msg, unpack(out))
+    redis.call('ZADD', q.lease, unpack(leases))
+  end
+end
+if not plain or #taken >= want then wake(q) end  -- else no message is ready
+if #taken > 0 then return {t, 0, out} end
+local nearest = -1
+for _, key in ipairs({q.due, q.lease}) do
+  local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  if #first > 0 then
+    local wait = math.max(1, tonumber(first[2]) - t)
+    if nearest < 0 or wait < nearest then nearest = wait end
+  end
+end
+return {t, nearest, out}

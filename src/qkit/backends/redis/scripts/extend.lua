@@ -1,0 +1,14 @@
+-- Move the ends of leases.
+-- KEYS: 1 lease set. ARGV: token and milliseconds from now of each.
+-- Returns 1 for each token that was held, else 0.
+local now, done = redis.call('TIME'), {}
+local t = now[1] * 1000 + math.floor(now[2] / 1000)
+for i = 1, #ARGV, 2 do
+  if redis.call('ZSCORE', KEYS[1], ARGV[i]) then
+    redis.call('ZADD', KEYS[1], t + tonumber(ARGV[i + 1]), ARGV[i])
+    done[#done + 1] = 1
+  else
+    done[#done + 1] = 0
+  end
+end
+return done

@@ -1,0 +1,201 @@
+-- Functions that the scripts share. Script.load puts this file before every script that uses them.
+--
+-- A script touches only keys that are in KEYS, as a Redis Cluster requires: while a slot is moved
+-- to another node the server can refuse the call before the script has changed anything.
+--
+-- A "part" is a queue, or one group of a topic. It has 5 + LEVELS keys, in this order: the ingress
+-- list, the arrivals, the due set, the lease set, the frames, and the ready lists of the priorities
+-- 0 to LEVELS - 1.
+--
+-- Scripts on one part (claim, release):
+--   KEYS: 1 meta, 2 the list under the name of the queue or topic, 3... the part
+--   ARGV: 1 LEVELS, then the script's own arguments from ARGV[2]
+-- Scripts on a whole queue or topic (all others that use this library):
+--   KEYS: 1 meta, 2 as above, 3 the set of group names, 4... the queue as a part, then each group
+--   ARGV: 1 LEVELS, 2 number of groups, 3... their names, then own arguments from ARGV[FIRST]
+--
+-- How many keys there are depends on data: a queue's highest priority, a topic's groups. The caller
+-- passes what it knows. If that is not all, the script changes nothing and returns 'keys': the
+-- caller reads the declaration and the groups, and calls again.
+
+local CHUNK = 1000  -- limit for unpack, and for the work of one call
+local LEVELS = tonumber(ARGV[1])
+local FIRST = 3 + (tonumber(ARGV[2]) or 0)
+
+local function clock()
+  local t = redis.call('TIME')
+  return t[1] * 1000 + math.floor(t[2] / 1000)
+end
+
+local function part(config, first, group)
+  return {ingress = KEYS[first], arrived = KEYS[first + 1], due = KEYS[first + 2],
+          lease = KEYS[first + 3], msg = KEYS[first + 4], p0 = first + 5,
+          config = config, levels = config.levels, group = group}
+end
+
+local function ready(q, p) return KEYS[q.p0 + p] end
+
+-- Returns the declaration, or nil and the script's reply.
+local function open()
+  local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_deliveries',
+                       'max_priority', 'levels')
+  if not c[1] then return nil, false end
+  local config = {kind = c[1], max_depth = tonumber(c[2] or ''), drop_oldest = c[3] == '1',
+                  max_deliveries = tonumber(c[4] or ''), top = tonumber(c[5] or '') or 9,
+                  levels = {}, used = {}}
+  local highest = config.top
+  for p in string.gmatch(c[6] or '', '%d+') do
+    p = tonumber(p)
+    config.levels[#config.levels + 1] = p
+    config.used[p] = true
+    highest = math.max(highest, p)
+  end
+  if highest >= LEVELS then return nil, 'keys' end
+  return config
+end
+
+-- The same for scripts on a whole queue or topic. config.parts has the queue, or the topic's groups
+-- in the order of their names; config.passed has every group in KEYS by name.
+local function open_whole()
+  local config, reply = open()
+  if not config then return nil, reply end
+  if config.kind == 'queue' then
+    config.parts = {part(config, 4)}
+    return config
+  end
+  local size = 5 + LEVELS
+  config.parts, config.passed = {}, {}
+  for i = 1, FIRST - 3 do
+    config.passed[ARGV[2 + i]] = part(config, 4 + i * size, ARGV[2 + i])
+  end
+  local names = redis.call('SMEMBERS', KEYS[3])
+  table.sort(names)
+  for i, g in ipairs(names) do
+    if not config.passed[g] then return nil, 'keys' end
+    config.parts[i] = config.passed[g]
+  end
+  return config
+end
+
+local function head(f)
+  local id, p, at, ex, n = string.match(f, '^qk1 (%S+) (%S+) (%d+) (%d+) (%d+)!? [-=]%S*\n[^\n]*\n')
+  local read = id and #at <= 15 and #ex <= 15 and #n <= 9  -- the same limits as in codec.py
+  read = read and (p == '-' or #p <= 9 and string.match(p, '^%d+$'))
+  if not read then return nil, '-', 0, 0 end
+  return id, p, tonumber(at), tonumber(n)
+end
+
+-- Most queues use one priority. The meta key lists the priorities in use, so that scripts do not
+-- read the other lists.
+local function level(q, p)
+  local config = q.config
+  p = math.max(0, math.min(tonumber(p) or 5, config.top))
+  if not config.used[p] then
+    config.used[p] = true
+    table.insert(config.levels, p)
+    table.sort(config.levels)
+    redis.call('HSET', KEYS[1], 'levels', table.concat(config.levels, ','))
+  end
+  return p
+end
+
+-- Tokens have one length, so that entries with equal times sort by token.
+local function name(number) return string.format('%012.0f', number) end
+local function token() return name(redis.call('HINCRBY', KEYS[1], 'seq', 1)) end
+
+local function schedule(q, f, at)
+  local tok = token()
+  redis.call('HSET', q.msg, tok, f)
+  redis.call('ZADD', q.due, at, tok)
+end
+
+-- A message that another program wrote gets its permanent id here.
+local function named(f, t)
+  return string.format('qk1 foreign-%.0f-%s - 0 0 0 -\n\n', t, token()) .. f
+end
+
+-- Move frames from the ingress list to the ready list of their priority, or to the due set.
+local function file(q, fs, t)
+  local batches = {}
+  for _, f in ipairs(fs) do
+    local id, p, at = head(f)
+    if not id then f = named(f, t) end
+    if at > t then
+      schedule(q, f, at)
+      redis.call('HDEL', KEYS[1], 'early')
+    else
+      p = level(q, p)
+      local batch = batches[p] or {}
+      batch[#batch + 1], batches[p] = f, batch
+    end
+  end
+  for p, batch in pairs(batches) do redis.call('RPUSH', ready(q, p), unpack(batch)) end
+end
+
+local function tidy(q, t)
+  for _, list in ipairs({q.arrived, q.ingress}) do
+    local fs = redis.call('LPOP', list, CHUNK)
+    if fs then file(q, fs, t) end
+  end
+end
+
+-- Keep the rule that the ingress list holds a message while any is ready.
+local function wake(q)
+  if redis.call('LLEN', q.ingress) > 0 then return end
+  for _, p in ipairs(q.levels) do
+    local f = redis.call('RPOP', ready(q, p))
+    if f then redis.call('RPUSH', q.ingress, f) return end
+  end
+end
+
+local function back(q, f, n)
+  local _, p = head(f)
+  redis.call(n > 0 and 'LPUSH' or 'RPUSH', ready(q, level(q, p)), f)
+end
+
+local function promote(q, t)
+  local toks = redis.call('ZRANGEBYSCORE', q.due, '-inf', t, 'LIMIT', 0, CHUNK)
+  if #toks == 0 then return end
+  for i, f in ipairs(redis.call('HMGET', q.msg, unpack(toks))) do
+    if f then local _, _, _, n = head(f) back(q, f, n) end
+  end
+  redis.call('ZREM', q.due, unpack(toks))
+  redis.call('HDEL', q.msg, unpack(toks))
+end
+
+-- A lease that ends counts its delivery. After the last delivery that is allowed the frame gets a
+-- mark, and the consumer that claims it next writes the dead letter.
+local function expire(q, t, max)
+  local toks = redis.call('ZRANGEBYSCORE', q.lease, '-inf', t, 'LIMIT', 0, CHUNK)
+  if #toks == 0 then return end
+  local fs = redis.call('HMGET', q.msg, unpack(toks))
+  for i = #toks, 1, -1 do
+    local f = fs[i]
+    if f then
+      local _, _, _, n = head(f)
+      n = n + 1
+      local mark = (max and n >= max) and '!' or ''
+      f = string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n .. mark, 1)
+      back(q, f, n)
+    end
+  end
+  redis.call('ZREM', q.lease, unpack(toks))
+  redis.call('HDEL', q.msg, unpack(toks))
+end
+
+-- Copy what another program pushed to a topic's own name to each group, under one id.
+local function distribute(config, t)
+  local fs = redis.call('LPOP', KEYS[2], CHUNK)
+  if not fs then return end
+  for i, f in ipairs(fs) do if not head(f) then fs[i] = named(f, t) end end
+  for _, q in ipairs(config.parts) do
+    file(q, fs, t)
+    wake(q)
+  end
+end
+
+-- The queue of the call, or a topic's groups with all that was pushed to the topic.
+local function parts(config, t)
+  if config.kind == 'topic' then distribute(config, t) end
+  return config.parts
+end

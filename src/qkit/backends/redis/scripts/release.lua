@@ -1,0 +1,20 @@
+-- Give messages back. Script on one part.
+-- ARGV from 2: token, delay in ms and frame of each; an empty frame means the one that is stored.
+-- A message that was claimed without a lease has an empty token.
+-- Returns 1 for each token that was held, else 0; nothing if there is no such queue.
+local config, reply = open()
+local done = {}
+if not config then return reply or done end
+local q, t = part(config, 3), clock()
+for i = 2, #ARGV, 3 do
+  local tok, delay, f = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
+  local held = tok == '' and 1 or redis.call('ZREM', q.lease, tok)
+  if held == 1 then
+    if f == '' then f = redis.call('HGET', q.msg, tok) end
+    redis.call('HDEL', q.msg, tok)
+    if delay > 0 then schedule(q, f, t + delay) else back(q, f, 1) end
+  end
+  done[#done + 1] = held
+end
+wake(q)
+return done

@@ -1,0 +1,93 @@
+-- Add messages with any priority, delay or group. Script on a whole queue.
+-- Own arguments: group (or ''), priority (or ''), due time in ms (or 0) and frame of each message.
+-- KEYS has a part for each group that is named.
+-- Returns for each message its position, -1 if it has none, -2 if the queue was full; then the frames
+-- that were dropped to make room.
+local config, reply = open_whole()
+if not config then return reply end
+local t = clock()
+
+local function count(q)
+  tidy(q, t)
+  q.counts, q.ahead = {}, 0
+  for _, p in ipairs(q.levels) do
+    q.counts[p] = redis.call('LLEN', ready(q, p))
+    q.ahead = q.ahead + q.counts[p]
+  end
+  q.unfiled = redis.call('LLEN', q.ingress)
+  q.total = q.ahead + q.unfiled + redis.call('ZCARD', q.due) + redis.call('ZCARD', q.lease)
+  return q
+end
+
+local evicted = {}
+local function evict(q)
+  for _, p in ipairs(q.levels) do
+    local f = redis.call('LPOP', ready(q, p))
+    if f then
+      q.counts[p], q.ahead, q.total = q.counts[p] - 1, q.ahead - 1, q.total - 1
+      evicted[#evicted + 1] = f
+      return
+    end
+  end
+end
+
+local function put(q, p, at, f)
+  if config.max_depth and q.total >= config.max_depth then evict(q) end
+  q.total = q.total + 1
+  if at > t then
+    -- A blocked consumer has to learn about the earliest due time: this message wakes one.
+    if q.ahead == 0 and q.unfiled == 0 and not q.woken then
+      local first = redis.call('ZRANGE', q.due, 0, 0, 'WITHSCORES')
+      if #first == 0 or tonumber(first[2]) > at then
+        redis.call('RPUSH', q.ingress, f)
+        redis.call('HSET', KEYS[1], 'early', 1)  -- send_plain does not count it
+        q.woken = true
+        return -1
+      end
+    end
+    schedule(q, f, at)
+    return -1
+  end
+  local position = q.unfiled
+  for _, level in ipairs(q.levels) do
+    if level >= p then position = position + (q.counts[level] or 0) end
+  end
+  redis.call('RPUSH', ready(q, p), f)
+  q.counts[p], q.ahead = (q.counts[p] or 0) + 1, q.ahead + 1
+  return position
+end
+
+local topic = config.kind == 'topic'
+local all, by_name = {}, {}
+for i, q in ipairs(parts(config, t)) do
+  all[i] = count(q)
+  if topic then by_name[q.group] = q end
+end
+local results = {}
+for i = FIRST, #ARGV, 4 do
+  local targets, g = all, ARGV[i]
+  if topic and g ~= '' then
+    if not by_name[g] then
+      redis.call('SADD', KEYS[3], g)
+      by_name[g] = count(config.passed[g])
+      all[#all + 1] = by_name[g]
+    end
+    targets = {by_name[g]}
+  end
+  local room = true
+  for _, q in ipairs(targets) do
+    if config.max_depth and q.total >= config.max_depth and not config.drop_oldest then
+      room = false
+    end
+  end
+  local result = room and -1 or -2
+  if room then
+    for _, q in ipairs(targets) do
+      result = put(q, level(q, ARGV[i + 1]), tonumber(ARGV[i + 2]), ARGV[i + 3])
+    end
+    if topic then result = -1 end
+  end
+  results[#results + 1] = result
+end
+for _, q in ipairs(all) do wake(q) end
+return {results, evicted}

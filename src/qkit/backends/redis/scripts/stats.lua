@@ -1,0 +1,14 @@
+-- Count messages. Script on a whole queue; no own arguments.
+-- Returns ready, held, scheduled.
+local config, reply = open_whole()
+if not config then return reply end
+local t, waiting, held, scheduled = clock(), 0, 0, 0
+for _, q in ipairs(parts(config, t)) do
+  tidy(q, t)
+  wake(q)
+  for _, p in ipairs(q.levels) do waiting = waiting + redis.call('LLEN', ready(q, p)) end
+  waiting = waiting + redis.call('LLEN', q.ingress)
+  held = held + redis.call('ZCARD', q.lease)
+  scheduled = scheduled + redis.call('ZCARD', q.due)
+end
+return {waiting, held, scheduled}
