@@ -49,13 +49,8 @@ NATIVE = [
 ]
 BACKENDS = [["common", "capability_matrix"], ["native", "redis", "rabbitmq", "kafka"], ["factory"]]
 
-#: Imports that break a rule and have a plan: ``importer -> imported``.
-EXCEPTIONS = {
-    "qkit.native.storage.journal -> qkit.native.storage.durable_queue",
-}
-
 NATIVE_USERS = [
-    *("qkit.native", "qkit.backends.native", "qkit.backends.factory"),
+    *("qkit.native", "qkit.backends.native"),
     *("qkit.testing", "qkit.spark", "qkit.cli"),
 ]
 DRIVERS = {"aio_pika", "aiormq", "pamqp", "yarl", "aiokafka", "redis", "hiredis"}
@@ -96,9 +91,9 @@ def imports(module: str) -> frozenset[str]:
 
 
 def inside(module: str) -> Iterator[str]:
-    """The modules of qkit that a module imports, without the exceptions."""
+    """The modules of qkit that a module imports."""
     for other in sorted(imports(module)):
-        if other.split(".")[0] == "qkit" and f"{module} -> {other}" not in EXCEPTIONS:
+        if other.split(".")[0] == "qkit":
             yield other
 
 
@@ -153,12 +148,6 @@ def test_no_module_imports_itself_through_others() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" <- ".join(error.args[1]))
-
-
-def test_each_exception_is_still_needed() -> None:
-    for exception in EXCEPTIONS:
-        module, other = exception.split(" -> ")
-        assert other in imports(module), f"remove {exception} from the exceptions"
 
 
 @every_module

@@ -17,7 +17,7 @@ import pytest
 
 from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
-from qkit.backends.native.shared_directory import SharedBackend
+from qkit.backends.native.shared_directory import SharedDirectoryBackend
 from qkit.errors import BackendUnavailable, ConfigError, LogLocked, SubscriptionLost
 from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
@@ -155,7 +155,7 @@ async def test_what_cannot_be_opened_fails_the_start_and_lets_the_directory_go(
         raise OSError("the disk is on fire")
 
     with pytest.raises(OSError, match="fire"):
-        await SharedBackend(directory, broken, locked=LogLocked).start()
+        await SharedDirectoryBackend(directory, broken, locked=LogLocked).start()
 
 
 async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> None:
@@ -169,7 +169,7 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
 
     first = share(directory)
     await first.start()
-    second = SharedBackend(directory, own, locked=LogLocked)
+    second = SharedDirectoryBackend(directory, own, locked=LogLocked)
     await second.start()
     await first.aclose()
     await asyncio.wait_for(opening.wait(), 60)
@@ -183,7 +183,7 @@ async def test_closing_while_it_opens_lets_the_directory_go(directory: Path) -> 
 async def test_a_fault_while_taking_over_is_logged_and_tried_again(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("qkit.backends.native.shared_directory.AGAIN_AFTER_FAULT", 0.01)
+    monkeypatch.setattr("qkit.backends.native.shared_directory.RETRY_AFTER_ERROR_SECONDS", 0.01)
     faults = [OSError("no space"), OSError("no space")]
 
     async def own() -> tuple[NativeBackend, Engine]:
@@ -195,7 +195,7 @@ async def test_a_fault_while_taking_over_is_logged_and_tried_again(
 
     first = share(directory)
     await first.start()
-    second = SharedBackend(directory, own, locked=LogLocked)
+    second = SharedDirectoryBackend(directory, own, locked=LogLocked)
     await second.start()
     await first.aclose()
     await until(lambda: second.owner)

@@ -13,7 +13,7 @@ import pytest
 
 from qkit import QueueService, Settings
 from qkit.native import bulk_import
-from qkit.native.bulk import BulkWriter, bulks, commit
+from qkit.native.bulk import BulkWriter, commit, published_jobs
 from tests.support.cli import Shell
 
 
@@ -96,7 +96,7 @@ def bulk(shell: Shell, queue: str) -> None:
 def test_bulk_files_committed_before_are_seen(shell: Shell) -> None:
     bulk(shell, "orders")
     assert [row["queue"] for row in shell.json("queues")] == ["orders"]
-    assert bulks(shell.path) == []
+    assert published_jobs(shell.path) == []
     bulk(shell, "audit")
     assert [row["depth"] for row in shell.json("stats", "audit")] == [5]
     bulk(shell, "letters")

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from qkit.backend import Balance, Delivery, QueueSpec, SubscriptionSpec
-from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.subscription import NativeSubscription
 from qkit.errors import (
     ConfigError,
     ConsumerNotFound,
@@ -58,10 +59,10 @@ def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> 
 
 def assert_nothing_left(actor: QueueActor) -> None:
     """Nobody waits and nobody is on the way."""
-    assert not actor._waiters.places
-    assert not actor._waiters.called
-    assert not actor._seekers.places
-    assert not actor._seekers.called
+    assert not actor._waiters.waiters
+    assert not actor._waiters.woken
+    assert not actor._capacity_waiters.waiters
+    assert not actor._capacity_waiters.woken
     assert actor.members is None or not actor.members._waiting
 
 
@@ -717,7 +718,7 @@ class TestWaitingForRoom:
         await self.full(engine)
         senders = [await begin(engine.publish("tasks", b"x", wait=None)) for _ in range(100)]
         await (await take(engine)).ack()
-        assert len(actor_of(engine)._seekers.called) == 1
+        assert len(actor_of(engine)._capacity_waiters.woken) == 1
         await passes()
         assert sum(sender.done() for sender in senders) == 1
         for sender in senders:

@@ -105,7 +105,7 @@ def test_a_file_in_the_directorys_place_is_refused(tmp_path):
 
 def test_a_second_opener_is_refused_with_the_owners_pid(tmp_path):
     code = (
-        "import sys; from qkit.native.disk import Disk; disk = Disk(sys.argv[1]); "
+        "import sys; from qkit.native.log.disk import Disk; disk = Disk(sys.argv[1]); "
         "print('ready', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

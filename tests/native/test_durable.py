@@ -45,7 +45,7 @@ class Places:
     async def again(self, *, kill: bool = False, tidy: bool = False, down: float = 0) -> Engine:
         assert self.engine is not None
         if tidy:
-            await self.engine.storage.tidy()
+            await self.engine.storage.maintain()
         files = self.disk.files()
         await self.engine.aclose()
         self.disk = SimulatedDisk(files if kill else self.disk.files())
@@ -484,7 +484,7 @@ async def test_compaction_keeps_what_became_of_those_that_stay(places, clock, ki
             await engine.publish("orders", bytes(100), 9)
         for _ in range(10):
             await (await take(engine, "orders")).ack()
-        await engine.storage.tidy(rotate=False)
+        await engine.storage.maintain(rotate=False)
 
     for id in ("backoff", "dead", "removed", "held", "fresh"):
         await engine.publish("orders", id.encode() * 5, 5, message_id=id)
@@ -591,7 +591,7 @@ async def test_what_no_declaration_set_follows_the_settings_of_the_owner(tmp_pat
             engine.catalogue.declare("none", {}, defaults={"dead_letter": "none_dlq"})
             assert limits(engine, "none")[-1] is None, "its consumer wanted none"
             assert limits(engine, "own")[0] == 7
-            await engine.storage.tidy()  # the second time it comes from a snapshot
+            await engine.storage.maintain()  # the second time it comes from a snapshot
 
 
 async def test_a_record_of_the_first_version_sets_what_is_not_the_default(tmp_path):

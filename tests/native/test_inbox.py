@@ -10,8 +10,8 @@ import pytest
 
 from qkit.errors import ConfigError, LogDamaged
 from qkit.native import Engine
-from qkit.native.bulk import BulkWriter, abort, bulks, commit
-from qkit.native.log.writer import Done
+from qkit.native.bulk import BulkWriter, abort, commit, published_jobs
+from qkit.native.log.writer import AppendCallback
 from qkit.testing import VirtualClock
 
 
@@ -34,21 +34,21 @@ async def test_a_job_is_taken_once_whatever_happens(tmp_path: Path) -> None:
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
             bulk(tmp_path, "load")
-            assert await engine.take_inbox() == 0  # not published yet
+            assert await engine.import_bulk_files() == 0  # not published yet
             assert commit(tmp_path, "load")
             assert not commit(tmp_path, "load")
-            assert await engine.take_inbox() == 6
-            assert bulks(tmp_path) == []
+            assert await engine.import_bulk_files() == 6
+            assert published_jobs(tmp_path) == []
             bulk(tmp_path, "load")
             assert commit(tmp_path, "load")  # tried again by somebody who did not know
-            assert await engine.take_inbox() == 0
+            assert await engine.import_bulk_files() == 0
             assert await bodies(engine) == EXPECTED
             first = await engine.consume("orders")
             assert first is not None
             assert (first.body, first.priority, first.headers) == (b"0.2", 2, {"n": "2"})
             await first.ack()
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 0
+            assert await engine.import_bulk_files() == 0
             assert await bodies(engine) == [body for body in EXPECTED if body != b"0.2"]
 
 
@@ -57,27 +57,27 @@ async def test_a_crash_in_the_middle_counts_for_nothing(tmp_path: Path) -> None:
         engine = await Engine.open(tmp_path, clock=clock)
         bulk(tmp_path, "load", count=5_000)
         commit(tmp_path, "load")
-        whole = engine.storage.log.append_then
+        whole = engine.storage.log.append_with_callback
         calls = 0
 
-        def broken(contents: Sequence[bytes], done: Done) -> None:
+        def broken(contents: Sequence[bytes], done: AppendCallback) -> None:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("killed")
             whole(contents, done)
 
-        engine.storage.log.append_then = broken  # type: ignore[method-assign]
+        engine.storage.log.append_with_callback = broken  # type: ignore[method-assign]
         with pytest.raises(RuntimeError):
-            await engine.take_inbox()
-        engine.storage.log.append_then = whole  # type: ignore[method-assign]
+            await engine.import_bulk_files()
+        engine.storage.log.append_with_callback = whole  # type: ignore[method-assign]
         await engine.publish("orders", b"between")
-        await engine.storage.tidy()
+        await engine.storage.maintain()
         await engine.aclose()
         async with await Engine.open(tmp_path, clock=clock) as again:
             assert await bodies(again) == [b"between"]
-            assert await again.take_inbox() == 10_000
-            await again.storage.tidy()
+            assert await again.import_bulk_files() == 10_000
+            await again.storage.maintain()
         async with await Engine.open(tmp_path, clock=clock) as again:
             assert len(await bodies(again)) == 10_001
 
@@ -91,7 +91,7 @@ async def test_every_group_of_a_topic_gets_its_copy(tmp_path: Path) -> None:
             with BulkWriter(tmp_path, "ticks", 0) as writer:
                 writer.put("prices", b"tick")
             commit(tmp_path, "ticks")
-            assert await engine.take_inbox() == 2
+            assert await engine.import_bulk_files() == 2
         async with await Engine.open(tmp_path, clock=clock) as engine:
             for group in ("g", "h"):
                 delivery = await engine.consume("prices", group=group)
@@ -106,8 +106,8 @@ async def test_a_declared_queue_is_created_without_messages(tmp_path: Path) -> N
     commit(tmp_path, "load")
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 0
-            assert bulks(tmp_path) == []
+            assert await engine.import_bulk_files() == 0
+            assert published_jobs(tmp_path) == []
         async with await Engine.open(tmp_path, clock=clock) as engine:
             assert await bodies(engine) == []
             channels = engine.catalogue.channels
@@ -125,7 +125,7 @@ async def test_an_aborted_job_leaves_nothing(tmp_path: Path) -> None:
     assert commit(tmp_path, "load")
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 0
+            assert await engine.import_bulk_files() == 0
 
 
 async def test_a_part_that_is_not_whole_is_refused_and_the_others_taken(tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ async def test_a_part_that_is_not_whole_is_refused_and_the_others_taken(tmp_path
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
             with pytest.raises(LogDamaged, match="is not whole"):
-                await engine.take_inbox()
-            assert bulks(tmp_path) == ["bad"]
+                await engine.import_bulk_files()
+            assert published_jobs(tmp_path) == ["bad"]
             assert await bodies(engine) == EXPECTED
-            assert await engine.take_inbox() == 0  # told once
+            assert await engine.import_bulk_files() == 0  # told once
         async with await Engine.open(tmp_path, clock=clock) as engine:
             with pytest.raises(LogDamaged, match=r"bad/00000001\.seg is not whole"):
-                await engine.take_inbox()
+                await engine.import_bulk_files()
 
 
 @pytest.mark.parametrize("job", ["", "../x", "/x", ".hidden", "a/b", "x" * 201, "a\n"])
@@ -164,7 +164,7 @@ def test_files_are_the_owners_alone(tmp_path: Path) -> None:
 async def test_an_engine_finds_bulk_files_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.01)
+    monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.01)
     async with await Engine.open(tmp_path) as engine:
         bulk(tmp_path, "load")
         commit(tmp_path, "load")
@@ -195,7 +195,7 @@ async def test_200_batches_in_one_inbox_are_imported_in_their_order(tmp_path: Pa
         assert commit(tmp_path, f"{QUERY}-{number}")
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 200 * 2 * 3
+            assert await engine.import_bulk_files() == 200 * 2 * 3
             found = await order_of(engine)
     expected = [b"%d.%d" % (partition, number) for number in range(200) for partition in range(2)]
     for key in ("a", "b", "c"):
@@ -222,7 +222,7 @@ async def test_jobs_are_imported_in_the_order_of_their_commits(tmp_path: Path) -
         bulk(tmp_path, name, parts=1, count=1)
     for name in names:
         assert commit(tmp_path, name)
-    assert bulks(tmp_path) == names
+    assert published_jobs(tmp_path) == names
 
 
 async def test_a_clock_that_goes_back_does_not_change_the_order(
@@ -233,7 +233,7 @@ async def test_a_clock_that_goes_back_does_not_change_the_order(
     for name in ("c", "a", "b"):
         bulk(tmp_path, name, parts=1, count=1)
         commit(tmp_path, name)
-    assert bulks(tmp_path) == ["c", "a", "b"]
+    assert published_jobs(tmp_path) == ["c", "a", "b"]
 
 
 async def test_files_of_an_older_version_are_imported_in_their_order(tmp_path: Path) -> None:
@@ -251,15 +251,15 @@ async def test_files_of_an_older_version_are_imported_in_their_order(tmp_path: P
         for number in (0, 1, 2, 9, 10, 11)
     ]
     by_time.sort(key=lambda item: (item[1] + (0 if item[0] == QUERY else 5), item[0]))
-    assert bulks(tmp_path) == [f"{query}-{number}" for query, number in by_time]
+    assert published_jobs(tmp_path) == [f"{query}-{number}" for query, number in by_time]
     for entry in (tmp_path / "inbox").iterdir():  # copied without their times
         os.utime(entry, (1_800_000_000,) * 2)
-    found = bulks(tmp_path)
+    found = published_jobs(tmp_path)
     for query in (QUERY, other):
         batches = [name for name in found if name.startswith(query)]
         assert batches == [f"{query}-{number}" for number in (0, 1, 2, 9, 10, 11)]
     os.utime(tmp_path / "inbox" / f"{QUERY}-9", (1_600_000_000,) * 2)  # times that contradict
-    batches = [name for name in bulks(tmp_path) if name.startswith(QUERY)]
+    batches = [name for name in published_jobs(tmp_path) if name.startswith(QUERY)]
     assert batches == [f"{QUERY}-{number}" for number in (0, 1, 2, 9, 10, 11)]
 
 
@@ -270,5 +270,5 @@ async def test_parts_are_imported_by_their_number(tmp_path: Path) -> None:
     commit(tmp_path, "load")
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            assert await engine.take_inbox() == 2
+            assert await engine.import_bulk_files() == 2
             assert [body for _, body in await order_of(engine)] == [b"99999000", b"100000000"]

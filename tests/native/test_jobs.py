@@ -9,7 +9,7 @@ import pytest
 
 from qkit.errors import ConfigError, StorageError
 from qkit.native import Engine
-from qkit.native.bulk import BulkWriter, bulks, check_identity, commit, identity
+from qkit.native.bulk import BulkWriter, check_identity, commit, identity, published_jobs
 from qkit.native.bulk_jobs import commit_once, job_name
 from qkit.testing import VirtualClock
 
@@ -32,7 +32,7 @@ def publish_as_before(path: Path, job_id: str, queue: str, *, count: int = 2) ->
 async def depths(path: Path, *queues: str) -> list[int]:
     with VirtualClock() as clock:
         async with await Engine.open(path, clock=clock) as engine:
-            await engine.take_inbox()
+            await engine.import_bulk_files()
             known = await engine.list()
             return [len(await engine.peek(name, 100)) if name in known else 0 for name in queues]
 
@@ -54,11 +54,11 @@ async def test_a_job_counts_once_after_its_messages_were_consumed_and_compacted(
     publish(tmp_path, "J", "a")
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            await engine.take_inbox()
+            await engine.import_bulk_files()
             assert await engine.purge("a") == 2
             for _ in range(2):
                 await engine.storage.log.rotate()
-                await engine.storage.tidy()
+                await engine.storage.maintain()
             assert not publish(tmp_path, "J", "a")
             assert publish(tmp_path, "J", "b")
 
@@ -88,11 +88,11 @@ async def test_a_job_of_an_older_version_whose_queue_is_forgotten_is_not_repeate
     publish_as_before(tmp_path, "empty", "a", count=0)
     with VirtualClock() as clock:
         async with await Engine.open(tmp_path, clock=clock) as engine:
-            await engine.take_inbox()
+            await engine.import_bulk_files()
             await engine.purge("a")
             for _ in range(2):
                 await engine.storage.log.rotate()
-                await engine.storage.tidy()
+                await engine.storage.maintain()
     with caplog.at_level(logging.WARNING, logger="qkit.native"):
         assert not publish(tmp_path, "J", "a")
     assert "no longer tells to which queue" in caplog.text
@@ -122,4 +122,4 @@ def test_a_directory_is_told_from_another_of_its_name(tmp_path: Path) -> None:
     assert identity(directory) != known
     with pytest.raises(StorageError, match="not the directory that the driver sees"):
         check_identity(directory, known)
-    assert bulks(directory) == []
+    assert published_jobs(directory) == []

@@ -174,7 +174,7 @@ async def test_a_forged_bulk_file_with_a_hostile_queue_is_refused(tmp_path):
     commit(tmp_path, "job")
     async with await Engine.open(tmp_path) as engine:
         with contextlib.suppress(QueueError):
-            await engine.take_inbox()
+            await engine.import_bulk_files()
         names = await engine.list()
     assert names == []
 
@@ -212,7 +212,7 @@ async def fill(path: Path) -> None:
         delivery = await engine.consume("orders")
         assert delivery is not None
         await delivery.ack()
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     await engine.aclose()
 
 
@@ -278,12 +278,12 @@ async def test_a_planted_inbox_is_not_followed(tmp_path):
     await fill(data)
     (data / "inbox").symlink_to(target / "inbox")
     async with await Engine.open(data) as engine:
-        assert await engine.take_inbox() == 0
+        assert await engine.import_bulk_files() == 0
     (data / "inbox").unlink()
     (data / "inbox").mkdir()
     (data / "inbox" / "job").symlink_to(target / "inbox" / "job")
     async with await Engine.open(data) as engine:
-        assert await engine.take_inbox() == 0
+        assert await engine.import_bulk_files() == 0
     assert (target / "inbox" / "job" / "00000000.seg").exists()
 
 
@@ -353,14 +353,14 @@ async def poison(path: Path, count: int, keep: int) -> None:
         await asyncio.gather(*(engine.publish("orders", b"poison" * 20) for _ in range(chunk)))
         await asyncio.gather(*(give_up() for _ in range(chunk)))
         if (start // chunk) % max(1, count // chunk // 10) == 0:
-            await engine.storage.tidy()
+            await engine.storage.maintain()
         if start > 2 * keep:
             used.append(resident())
     stats = await engine.stats("orders_dlq")
     assert (stats.depth, stats.dropped_total, dropped) == (keep, count - keep, count - keep)
     assert (await engine.stats("orders")).dead_lettered_total == count
     growth = max(used) - used[0]
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     size = size_of(path)
     print(f"{count} poison messages: {growth >> 10} KiB more memory, {size >> 10} KiB of files")
     assert growth < 16 << 20
@@ -428,7 +428,7 @@ async def test_a_hundred_thousand_queues(tmp_path):
             with pytest.raises(ConfigError):
                 await engine.create(f"queue-{number}")
         assert engine.catalogue.refused == 100_000 - MAX_QUEUES
-        await engine.storage.tidy()
+        await engine.storage.maintain()
     async with await Engine.open(tmp_path) as engine:
         assert len(await engine.list()) == MAX_QUEUES
 

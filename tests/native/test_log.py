@@ -117,7 +117,7 @@ async def test_a_record_damaged_on_disk_is_not_handed_out(tmp_path):
 
 
 async def test_many_segments_are_read_with_few_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(log_module, "OPEN_FILES", 3)
+    monkeypatch.setattr(log_module, "MAX_OPEN_FILES", 3)
     log = Log.open(tmp_path, segment_bytes=100)
     list(log.recover())
     log.start()
@@ -402,7 +402,7 @@ async def test_segments_are_rewritten_and_removed(disk):
     assert numbers(disk) == list(range(20))
     log.install(rewrite)
     assert log.read(1, places[0][1]) == first[0]  # until whoever reads knows the new places
-    log.switch(1)
+    log.activate_rewrite(1)
     assert log.read(1, rewrite.offsets[0]) == first[1]
     log.remove([2])
     kept = [1] + [at for at, place in enumerate(places) if place[0] > 2]
@@ -509,7 +509,7 @@ async def test_a_log_that_was_never_started_closes(tmp_path):
         if recover:
             list(log.recover())
         await log.close()
-    assert (log.owed, log.groups, log.read_only) == (0, 0, False)
+    assert (log.deferred_records, log.groups, log.read_only) == (0, 0, False)
 
 
 async def test_bad_batches_and_settings_are_refused(disk, tmp_path):
@@ -547,7 +547,7 @@ def test_a_loop_closed_without_close_ends_no_thread_with_a_traceback(tmp_path: P
         return log
 
     log = asyncio.run(leave())
-    assert log.owed == 0
+    assert log.deferred_records == 0
     log._writer._queue.put(None)  # type: ignore[union-attr]  # what its close would do
     log._writer._thread.join()  # type: ignore[union-attr]
     log._disk.close()

@@ -62,7 +62,7 @@ async def test_a_queue_larger_than_the_limit(tmp_path, limit):
 
     async def tidy() -> None:
         for _ in range(5):
-            await engine.storage.tidy()
+            await engine.storage.maintain()
             await asyncio.sleep(0.001)
 
     await asyncio.gather(*(consumer() for _ in range(8)), tidy())
@@ -81,7 +81,7 @@ async def test_a_queue_larger_than_the_limit_is_opened_again(clock, limit, tidy)
     for _ in range(50):
         await (await take(engine)).ack()
     if tidy:
-        await engine.storage.tidy()
+        await engine.storage.maintain()
     await engine.aclose()
     engine = await open_engine(
         SimulatedDisk(disk.files()), clock, memory_limit=limit, segment_bytes=20_000
@@ -278,7 +278,7 @@ async def test_bodies_are_right_whatever_compaction_does(clock):
             else:
                 await delivery.nack(requeue=random.random() < 0.8)
         if random.random() < 0.1:
-            await engine.storage.tidy(rotate=random.random() < 0.5)
+            await engine.storage.maintain(rotate=random.random() < 0.5)
             letters = await engine.dead_letters("orders")
             found = {item.id: item.body for item in await engine.peek("orders", 1000)}
             found |= {letter.message_id: letter.body for letter in letters}
@@ -287,7 +287,7 @@ async def test_bodies_are_right_whatever_compaction_does(clock):
             await engine.aclose()
             disk = SimulatedDisk(disk.files())
             engine = await open_engine(disk, clock, memory_limit=0, segment_bytes=2_000)
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     size = sum(map(len, disk.files().values()))
     live = sum(len(body_of(id)) for id in alive)
     print(f"{len(alive)} messages of {live} bytes in {size} bytes of files")

@@ -8,7 +8,7 @@ from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, Q
 from qkit.message import Reason
 from qkit.native.queue.dead_message import LeaseExpired, TimeToLiveExpired
 from qkit.native.queue.state import QueueState
-from qkit.native.queue.stored_message import GONE
+from qkit.native.queue.stored_message import REMOVED
 
 LEASE = 30.0
 
@@ -164,7 +164,7 @@ def test_a_token_that_holds_nothing_is_refused_and_touches_nothing(settle, token
         queue.expire(1.0)
     (again,) = claim(queue, now=1.0)  # now with another consumer
     assert again.attempt == 2
-    bad = {"settled": old, "expired": old, "never given": 10_000, "negative": GONE}[token]
+    bad = {"settled": old, "expired": old, "never given": 10_000, "negative": REMOVED}[token]
     with pytest.raises(error):
         settle(queue, bad)
     assert queue.holds(again.state)
@@ -467,11 +467,11 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
         if n % 2:
             queue.extend(0.0, message.state, 60.0)
         queue.ack(message.state)
-    assert len(queue._ends) < 200
+    assert len(queue._custom_lease_ends) < 200
     assert len(queue._expiries.heap) < 300
     assert queue.next_due() is None
     assert not queue._leases
-    assert not queue._strays
+    assert not queue._custom_leases
     assert not queue._held_by
 
 
@@ -484,7 +484,7 @@ def test_renewals_leave_no_garbage_behind() -> None:
     (long,) = queue.claim(0.0, 1, 1e6)
     for n in range(5_000):
         queue.extend(n * 10.0, message.state, LEASE)
-    assert len(queue._ends) < 200
+    assert len(queue._custom_lease_ends) < 200
     queue.expire(5_000 * 10.0)
     assert queue.holds(message.state)
     assert queue.holds(long.state)

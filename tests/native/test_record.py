@@ -13,24 +13,24 @@ from qkit.errors import PayloadTooLarge
 from qkit.native.log import encode
 from qkit.native.log.encode import (
     encode_ack,
-    encode_bury,
+    encode_bulk_import,
     encode_claim,
+    encode_dead_letter_move,
     encode_declare,
     encode_delete,
     encode_fanout,
-    encode_inbox,
     encode_publish,
     encode_release,
     encode_remove,
 )
 from qkit.native.log.record import (
     Ack,
-    Bury,
+    BulkImport,
     Claim,
+    DeadLetterMove,
     Declare,
     Delete,
     Fanout,
-    Inbox,
     Publish,
     RecordError,
     Release,
@@ -84,9 +84,9 @@ SAID = Publish(9, 4, "0190", b"body", 5, 0.0, 0.0, 0.0, "k", {"a": "b"}, 0)
         (encode_release(1, 5, 2, 99.5), Release(1, 5, 2, 99.5, None)),
         (encode_release(1, 5, 2, 0.0, {}), Release(1, 5, 2, 0.0, {})),
         (encode_release(1, 5, 2, 0.0, {"a": ""}), Release(1, 5, 2, 0.0, {"a": ""})),
-        (encode_bury(1, 5, MESSAGE), Bury(1, 5, SAID)),
+        (encode_dead_letter_move(1, 5, MESSAGE), DeadLetterMove(1, 5, SAID)),
         (encode_fanout([(9, 4), (8, 3)], MESSAGE), Fanout(((9, 4), (8, 3)), SAID)),
-        (encode_inbox("job-1", 8, 2**40), Inbox("job-1", 8, 2**40)),
+        (encode_bulk_import("job-1", 8, 2**40), BulkImport("job-1", 8, 2**40)),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, tuple) else "",
 )
@@ -126,7 +126,9 @@ def test_what_no_record_can_hold_is_refused(call):
         call()
 
 
-@pytest.mark.parametrize("whole", [MESSAGE, encode_bury(1, 5, MESSAGE), encode_claim(1, [1], [1])])
+@pytest.mark.parametrize(
+    "whole", [MESSAGE, encode_dead_letter_move(1, 5, MESSAGE), encode_claim(1, [1], [1])]
+)
 def test_a_part_of_a_record_is_refused_or_shorter_and_never_another_error(whole):
     for end in range(len(whole)):
         try:
@@ -145,7 +147,7 @@ def test_any_bytes_are_a_record_or_refused(data):
 
 def test_a_dead_letter_that_is_no_message_is_refused():
     with pytest.raises(RecordError, match="a message was expected"):
-        decode(encode_bury(1, 5, encode_ack(1, list(range(9)))))
+        decode(encode_dead_letter_move(1, 5, encode_ack(1, list(range(9)))))
 
 
 def test_the_layout_is_what_the_format_page_says():

@@ -72,16 +72,19 @@ async def history(engine: Engine, random: Random, steps: int) -> None:
             case 10 if held:
                 await held.pop(random.randrange(len(held))).nack(random.random() < 0.7)
             case 11:
-                what = random.random()
-                if what < 0.05:
-                    await engine.purge("b")
-                elif what < 0.1 and "spare" in await engine.list():
-                    await engine.delete("spare")
-                elif what < 0.2:
-                    await engine.create("spare")
-                    await engine.publish("spare", b"here and gone")
+                await rare_step(engine, random.random())
             case _:
                 pass
+
+
+async def rare_step(engine: Engine, chance: float) -> None:
+    if chance < 0.05:
+        await engine.purge("b")
+    elif chance < 0.1 and "spare" in await engine.list():
+        await engine.delete("spare")
+    elif chance < 0.2:
+        await engine.create("spare")
+        await engine.publish("spare", b"here and gone")
 
 
 def without_snapshots(disk: SimulatedDisk) -> SimulatedDisk:
@@ -101,12 +104,12 @@ async def test_a_tidied_log_says_what_the_engine_holds(number: int) -> None:
             await history(engine, random, random.choice((20, 60, 150)))
             if random.random() < 0.7:
                 before = sum(map(len, disk.files().values()))
-                await engine.storage.tidy(rotate=random.random() < 0.5)
+                await engine.storage.maintain(rotate=random.random() < 0.5)
             if random.random() < 0.3:
                 await engine.aclose()
                 engine = await opened(disk, clock)
         if random.random() < 0.5:
-            await engine.storage.tidy()
+            await engine.storage.maintain()
         expected = await contents(engine)
         await engine.aclose()
         for copy in (SimulatedDisk(disk.files()), without_snapshots(disk)):
@@ -129,8 +132,8 @@ async def test_what_is_settled_leaves_the_disk(disk: SimulatedDisk) -> None:
             delivery = await engine.consume("a")
             assert delivery is not None
             await delivery.ack()
-        await engine.storage.tidy()
-        await engine.storage.tidy()
+        await engine.storage.maintain()
+        await engine.storage.maintain()
         assert sum(map(len, disk.files().values())) < full / 10
         await engine.publish("a", b"last")
         await engine.aclose()

@@ -27,7 +27,7 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.native import Delivery, Engine
-from qkit.native.cross_thread import Gate
+from qkit.native.cross_thread import LoopPortal
 from tests.support.services import until
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class TestCalls:
         """Whoever adds one decides: carried, or with a reason in this list."""
         own = {
             "attach",  # part of opening
-            "put_all",  # takes what the engine's own loop has prepared
+            "publish_reserved",  # takes what the engine's own loop has prepared
         }
         by_hand = {"aclose", "consume", "publish"}
         coroutines = {
@@ -143,7 +143,7 @@ class TestCalls:
 
         async def call() -> None:
             tenant.set("acme")
-            await engine.gate.carry(note)
+            await engine.portal.run(note)
 
         await elsewhere(call())
         assert seen == ["acme"]
@@ -214,7 +214,7 @@ class TestCancelled:
         await elsewhere(give_up())
         actor = engine.catalogue.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
-        assert not actor._waiters.places
+        assert not actor._waiters.waiters
         await engine.publish("tasks", b"x")
         assert in_flight(engine) == 0
         delivery = await engine.consume("tasks")
@@ -347,7 +347,7 @@ class TestClosed:
         consuming = asyncio.create_task(elsewhere(engine.consume("tasks", None)))
         sending = asyncio.create_task(elsewhere(engine.publish("small", b"y", wait=None)))
         await until(lambda: engine.catalogue.queue("tasks", "test").consumers == 1)
-        await until(lambda: bool(engine.catalogue.queue("small", "test")._seekers.places))
+        await until(lambda: bool(engine.catalogue.queue("small", "test")._capacity_waiters.waiters))
         await engine.aclose()
         with pytest.raises(SubscriptionLost):
             await consuming
@@ -438,29 +438,29 @@ class TestClosed:
 class TestGate:
     async def test_a_task_that_is_cancelled_from_within_says_so(self) -> None:
         """As when the loop's owner cancels all tasks before it closes the loop."""
-        gate = Gate()
+        gate = LoopPortal()
         gate.open(asyncio.get_running_loop())
-        calling = asyncio.create_task(elsewhere(gate.carry(lambda: asyncio.sleep(60))))
-        await until(lambda: bool(gate._guests))
-        for task in gate._guests:
+        calling = asyncio.create_task(elsewhere(gate.run(lambda: asyncio.sleep(60))))
+        await until(lambda: bool(gate._pending_calls))
+        for task in gate._pending_calls:
             task.cancel()
         with pytest.raises(LifecycleError, match="ended"):
             await calling
-        assert not gate._guests
+        assert not gate._pending_calls
 
     async def test_it_waits_for_everybody_inside(self) -> None:
-        gate, proceed = Gate(), asyncio.Event()
+        gate, proceed = LoopPortal(), asyncio.Event()
         gate.open(asyncio.get_running_loop())
 
         async def work() -> str:
             await proceed.wait()
             return "done"
 
-        calling = asyncio.create_task(elsewhere(gate.carry(work)))
-        await until(lambda: bool(gate._guests))
+        calling = asyncio.create_task(elsewhere(gate.run(work)))
+        await until(lambda: bool(gate._pending_calls))
         assert gate.close()
         assert not gate.close()
-        emptied = asyncio.create_task(gate.emptied())
+        emptied = asyncio.create_task(gate.wait_drained())
         await asyncio.sleep(0.01)
         assert not emptied.done()
         proceed.set()
@@ -468,13 +468,13 @@ class TestGate:
         assert await calling == "done"
 
     async def test_one_that_was_let_in_and_finds_it_closed(self) -> None:
-        gate = Gate()
+        gate = LoopPortal()
         gate.open(asyncio.get_running_loop())
         entered = threading.Event()
 
         def thread() -> None:
             async def call() -> None:
-                task = asyncio.create_task(gate.carry(lambda: asyncio.sleep(0)))
+                task = asyncio.create_task(gate.run(lambda: asyncio.sleep(0)))
                 await asyncio.sleep(0)
                 entered.set()
                 with pytest.raises(LifecycleError, match="closed"):

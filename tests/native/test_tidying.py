@@ -43,7 +43,7 @@ async def test_a_few_large_messages_among_small_ones_do_not_make_one_huge_segmen
             await engine.storage.log.rotate()
         await engine.purge("small")
         for _ in range(12):
-            await engine.storage.tidy()
+            await engine.storage.maintain()
         assert max(map(len, disk.files().values())) < 30_000
         assert sum(map(len, disk.files().values())) < 200_000
         await engine.aclose()
@@ -77,7 +77,7 @@ async def test_a_dead_letter_of_a_deleted_queue_does_not_come_back_to_life() -> 
         await rotate()
         await engine.delete("orders_dlq")
         await engine.purge("junk")
-        await engine.storage.tidy(rotate=False)
+        await engine.storage.maintain(rotate=False)
         await engine.aclose()
         files = disk.files()
         for some in (files, {n: data for n, data in files.items() if ".snap" not in n}):
@@ -100,7 +100,7 @@ async def test_a_message_that_is_tried_for_ever_does_not_fill_the_disk() -> None
                 assert delivery is not None
                 await delivery.nack()
             for _ in range(3):
-                await engine.storage.tidy()
+                await engine.storage.maintain()
             sizes.append(sum(map(len, disk.files().values())))
         assert sizes[-1] <= sizes[1] + 500
         await engine.aclose()
@@ -141,12 +141,12 @@ async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
         waiting = [asyncio.create_task(engine.consume("orders", timeout=60)) for _ in range(2)]
         await asyncio.sleep(0)
         log = engine.storage.log
-        log._running().owed = 1  # as after a refusal, before the next attempt
+        log._running().deferred_records = 1  # as after a refusal, before the next attempt
         engine.catalogue.queue("orders", "test").put(clock.monotonic(), "1", b"", seq=1)
         done, _ = await asyncio.wait(waiting, timeout=1)
         assert len(done) == 2
         assert all(isinstance(task.exception(), StorageError) for task in done)
-        log._running().owed = 0
+        log._running().deferred_records = 0
         await engine.aclose()
 
 
@@ -176,7 +176,7 @@ async def test_a_close_that_was_given_up_comes_to_its_end(tmp_path: Path) -> Non
 async def test_the_keeper_survives_whatever_goes_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.005)
+    monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.005)
     failures = 0
 
     def broken(self: Storage) -> list[str]:
@@ -186,7 +186,7 @@ async def test_the_keeper_survives_whatever_goes_wrong(
 
     monkeypatch.setattr(Storage, "waiting", broken)
     async with await Engine.open(tmp_path) as engine:
-        keeper = engine.storage._keeper
+        keeper = engine.storage._maintenance_task
         assert keeper is not None
         await until(lambda: failures >= 3)
         assert not keeper.done()
@@ -196,9 +196,9 @@ async def test_the_keeper_survives_whatever_goes_wrong(
 async def test_the_keeper_tidies_when_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qkit.native.storage.storage.LOOK", 0.01)
-    monkeypatch.setattr("qkit.native.storage.storage.IDLE", 0.02)
-    monkeypatch.setattr("qkit.native.storage.storage.WORTH", 1)
+    monkeypatch.setattr("qkit.native.storage.storage.CHECK_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr("qkit.native.storage.storage.IDLE_SECONDS", 0.02)
+    monkeypatch.setattr("qkit.native.storage.storage.MIN_SNAPSHOT_BYTES", 1)
     async with await Engine.open(tmp_path) as engine:
         await engine.create("orders")
         for _ in range(50):
@@ -215,12 +215,12 @@ async def test_a_bulk_file_whose_taking_is_cancelled_is_taken_once(tmp_path: Pat
     commit(tmp_path, "load")
     engine = await Engine.open(tmp_path)
     await engine.create("orders")
-    taking = asyncio.create_task(engine.take_inbox())
-    await until(engine.storage._taking.locked, pause=0)
+    taking = asyncio.create_task(engine.import_bulk_files())
+    await until(engine.storage._import_lock.locked, pause=0)
     taking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await taking
-    await engine.take_inbox()
+    await engine.import_bulk_files()
     assert (await engine.stats("orders")).depth == 10
     await engine.aclose()
     async with await Engine.open(tmp_path) as again:

@@ -22,7 +22,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 from qkit._internal.ids import new_id
 from qkit.errors import BackendUnavailable, ConfigError, LogDamaged, QueueNotFound, StorageError
 from qkit.native import Engine, bulk_import
-from qkit.native.bulk import BulkWriter, bulks, commit
+from qkit.native.bulk import BulkWriter, commit, published_jobs
 from qkit.spark import staging
 from qkit.spark.batch_reader import BatchReader
 from qkit.spark.columns import Columns
@@ -190,7 +190,7 @@ class TestBulkFiles:
     ) -> None:
         publish(native, 1, 2, 3)
         assert read({**native, "consume": consume, "stage": str(tmp_path / "stage")}) == [1, 2, 3]
-        assert bulks(Path(native["path"])) == []
+        assert published_jobs(Path(native["path"])) == []
 
     def test_are_seen_while_another_process_owns_the_directory(
         self, native: dict[str, str]
@@ -277,7 +277,9 @@ class TestBulkFiles:
     ) -> None:
         monkeypatch.setattr(bulk_import, "CHECK_AFTER_SECONDS", 0.1)
         monkeypatch.setattr(bulk_import, "GIVE_UP_AFTER_SECONDS", 0.3)
-        monkeypatch.setattr("qkit.backends.native.shared_directory.SharedBackend.start", refuse)
+        monkeypatch.setattr(
+            "qkit.backends.native.shared_directory.SharedDirectoryBackend.start", refuse
+        )
         with owner(native) as process:
             os.kill(process.pid, signal.SIGSTOP)
             publish(native, 1)

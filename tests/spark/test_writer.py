@@ -69,7 +69,7 @@ class TestWriter:
 
         async def imported() -> QueueConfig:
             async with await Engine.open(tmp_path, defaults=owner) as engine:
-                assert await engine.take_inbox() == 1
+                assert await engine.import_bulk_files() == 1
                 return engine.catalogue.find("orders", "test").config
 
         assert asyncio.run(imported()) == replace(owner, dead_letter=letters)

@@ -147,7 +147,7 @@ async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
             await asyncio.sleep(0)
             receiving.cancel()
             await asyncio.wait({receiving})
-            async with asyncio.timeout(claimed.UNCLAIMED * 4):
+            async with asyncio.timeout(claimed.UNRECEIVED_RETURN_SECONDS * 4):
                 (found,) = (
                     receiving.result() if not receiving.cancelled() else await awake.receive(1)
                 )
@@ -272,7 +272,7 @@ async def test_an_ack_without_an_answer_is_given_up(
     async with client.subscribe(spec()) as subscription:
         (held,) = await subscription.receive(1)
         await client.ping()
-        (connection,) = [c for c in owner.server._connections if c._dialogue._claims]
+        (connection,) = [c for c in owner.server._connections if c._handler._subscriptions]
         connection._transport.pause_reading()
         with pytest.raises(SubscriptionLost, match="no answer"):
             await subscription.ack(held)
@@ -353,8 +353,8 @@ async def test_sends_wait_for_an_owner_that_does_not_keep_up(owner: Any) -> None
     await asyncio.sleep(0.02)
     late = asyncio.create_task(client.publish("q", [Envelope("late", bytes(1_000_000))]))
     await asyncio.sleep(0.02)
-    assert client._link is not None
-    assert client._link.outlet.waiting < 3_000_000, "what comes later waits outside"
+    assert client._connection is not None
+    assert client._connection.write_buffer.waiting < 3_000_000, "what comes later waits outside"
     connection._transport.resume_reading()
     async with asyncio.timeout(30):
         await asyncio.gather(*sends, late)
@@ -385,7 +385,7 @@ async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
         values = protocol.decode_json(body)
         for name in ("consumed", "again", "needs_delay"):
             if name in values:
-                raise protocol.WireError(
+                raise protocol.ProtocolError(
                     f"no {cls.__name__}: got an unexpected keyword argument {name}"
                 )
         return cls(**values)

@@ -235,20 +235,23 @@ async def test_what_one_publishes_by_hand_a_client_consumes(owner: Any) -> None:
         (b'{"command": 7}', "unknown"),
         (b"{}", "unknown"),
         (b'{"command": "queue.stats", "payload": []}', "payload is an object"),
-        (b'{"command": "queue.stats"}', "queue is missing"),
-        (b'{"command": "queue.stats", "payload": {"queue": 7}}', "queue is a string, not 7"),
-        (b'{"command": "queue.publish", "payload": {"queue": "q"}}', "message is missing"),
+        (b'{"command": "queue.stats"}', "queue.stats: queue: Field required"),
+        (
+            b'{"command": "queue.stats", "payload": {"queue": 7}}',
+            "queue: Input should be a valid string",
+        ),
+        (b'{"command": "queue.publish", "payload": {"queue": "q"}}', "message: Field required"),
         (
             PUBLISH % b'"prio": 3',
-            "'prio' is unknown; it takes queue, message, priority",
+            "prio: Extra inputs are not permitted. It takes queue, message, priority",
         ),
         (
             PUBLISH % b'"priority": true',
-            "a whole number",
+            "priority: Input should be a valid integer",
         ),
         (
             PUBLISH % b'"headers": 3',
-            "object of strings",
+            "headers: Input should be a valid dictionary",
         ),
         (
             PUBLISH % b'"headers": {"a": 3}',
@@ -264,18 +267,39 @@ async def test_what_one_publishes_by_hand_a_client_consumes(owner: Any) -> None:
         ),
         (
             b'{"command": "queue.consume", "payload": {"queue": "q", "timeout": -1}}',
-            "0 or more seconds",
+            "timeout: Input should be greater than or equal to 0",
         ),
         (
             b'{"command": "queue.consume", "payload": {"queue": "q", "timeout": %s}}'
             % (b"9" * 400),
-            "seconds",
+            "timeout: Input should be a valid number",
         ),
         (
             b'{"command": "queue.consume", "payload": {"queue": "q", "ack_deadline": 0}}',
-            "more than 0",
+            "ack_deadline: Input should be greater than 0",
         ),
         (b'{"command": "queue.retry", "payload": {"queue": "q", "message_ids": 1}}', "list"),
+        (
+            b'{"command": "queue.retry", "payload": {"queue": "q", "message_ids": ["a", 1]}}',
+            "message_ids.1: Input should be a valid string",
+        ),
+        (b'{"command": "queue.list", "payload": {"queue": "q"}}', "It takes no fields"),
+        (
+            b'{"command": "queue.peek", "payload": {"queue": "q", "limit": 10001}}',
+            "limit: Input should be less than or equal to 10000",
+        ),
+        (
+            b'{"command": "queue.create", "payload": {"queue": "q", "max_depth": null}}',
+            "max_depth: Input should be a valid integer",
+        ),
+        (
+            b'{"command": "queue.create", "payload": {"queue": "q", "max_depth": 7.0}}',
+            "max_depth: Input should be a valid integer",
+        ),
+        (
+            b'{"command": "queue.stats", "payload": {"queue": "q", "%s": 1}}' % (b"x" * 9_000),
+            "x" * 80 + ": Extra inputs",
+        ),
         (b"[" * 100_000, "no JSON"),
         (b'{"command": "queue.peek", "payload": {"queue": "q", "limit": NaN}}', "no JSON"),
     ],
@@ -289,6 +313,23 @@ async def test_mistakes_get_a_helpful_word_and_the_connection_lives_on(
     assert word in answer["error"]["message"]
     assert answer["error"]["type"]
     assert await nc.say("queue.list") == {"queues": ["q"]}
+
+
+async def test_null_in_an_optional_field_is_as_if_it_were_absent(owner: Any) -> None:
+    nc = await owner.typist()
+    await nc.say("queue.create", queue="q", max_retries=None)
+    options = dict.fromkeys(("priority", "delay", "ttl", "headers", "key"))
+    await nc.say("queue.publish", queue="q", message=1, **options)
+    assert len((await nc.say("queue.peek", queue="q", limit=None))["messages"]) == 1
+    options = dict.fromkeys(("timeout", "ack_deadline", "prefetch", "group", "consumer"))
+    for _ in range(6):  # above the default of max_retries
+        got = await nc.say("queue.consume", queue="q", **options)
+        assert got["message"] == 1
+        name = {"queue": "q", "message_id": got["message_id"], "receipt": None}
+        assert await nc.say("queue.extend", **name, seconds=None) == {"success": True}
+        assert (await nc.say("queue.nack", **name, requeue=None))["action"] == "requeued"
+    retried = await nc.say("queue.retry", queue="q", message_ids=None, message_id=None)
+    assert retried == {"retried": 0}
 
 
 async def test_a_line_beyond_the_limit_is_answered_and_skipped(owner: Any) -> None:

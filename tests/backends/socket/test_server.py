@@ -192,7 +192,7 @@ async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> Non
     (connection,) = owner.server._connections
     await asyncio.sleep(0.05)
     assert sent < 10_000 * len(peek), "the owner went on reading"
-    assert connection._outlet.waiting < 300 * (1 << 20)
+    assert connection._write_buffer.waiting < 300 * (1 << 20)
     slow.close()
     await until(lambda: not owner.server._connections)
     client = await owner.client()
@@ -249,8 +249,8 @@ async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(
 
 def crash(client: SocketBackend) -> None:
     """What the kernel does for a killed process."""
-    assert client._link is not None
-    client._link._transport.abort()
+    assert client._connection is not None
+    client._connection._transport.abort()
 
 
 async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path) -> None:

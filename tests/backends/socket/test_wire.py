@@ -39,7 +39,7 @@ envelopes = st.builds(
     attempt=st.integers(0, 1 << 31),
 )
 settlings = st.builds(
-    protocol.Settling,
+    protocol.SettleItem,
     what=st.integers(1, 3),
     receipt=st.integers(0, 1 << 63),
     seconds=seconds,
@@ -63,7 +63,7 @@ def test_deliveries_travel_unchanged(items: list[tuple[int, Envelope, float | No
 
 
 @given(st.integers(0, 1 << 31), st.lists(settlings))
-def test_settlements_travel_unchanged(number: int, items: list[protocol.Settling]) -> None:
+def test_settlements_travel_unchanged(number: int, items: list[protocol.SettleItem]) -> None:
     assert protocol.decode_settlings(protocol.encode_settlings(number, items)) == (number, items)
 
 
@@ -93,7 +93,7 @@ def test_frames_are_cut_alike_however_they_arrive(
     sent: list[tuple[int, int, bytes]], data: st.DataObject
 ) -> None:
     stream = b"".join(protocol.frame(*item) for item in sent)
-    frames = protocol.Frames()
+    frames = protocol.FrameDecoder()
     found: list[tuple[int, int, bytes]] = []
     while stream:
         cut = data.draw(st.integers(1, len(stream)))
@@ -103,9 +103,9 @@ def test_frames_are_cut_alike_however_they_arrive(
 
 
 def test_a_frame_beyond_the_limit_is_refused_before_it_has_arrived() -> None:
-    frames = protocol.Frames(100)
+    frames = protocol.FrameDecoder(100)
     assert list(frames.feed(protocol.frame(1, 1, bytes(100)))) == [(1, 1, bytes(100))]
-    with pytest.raises(protocol.WireError, match=r"101 bytes, and 100 is the limit"):
+    with pytest.raises(protocol.ProtocolError, match=r"101 bytes, and 100 is the limit"):
         list(frames.feed(protocol.HEAD.pack(101, 1, 1)))
 
 
@@ -130,7 +130,7 @@ def test_garbage_is_refused_and_never_anything_worse() -> None:
             lambda body: protocol.decode_deliveries("q", body),
             lambda body: protocol.decode_record(QueueSpec, body),
         ):
-            with contextlib.suppress(protocol.WireError):
+            with contextlib.suppress(protocol.ProtocolError):
                 decode(bytes(data))
 
 
