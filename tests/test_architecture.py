@@ -191,3 +191,13 @@ def test_nothing_can_load_code_from_a_message(module: str) -> None:
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in {"eval", "exec", "compile", "__import__"}
+
+
+def test_tests_mirror_the_packages() -> None:
+    """A directory of tests has the path of its package; those about the whole project have none."""
+    whole = {"brokers", "data", "examples", "reliability", "support", "typing", "upgrade"}
+    tests = SRC.parent.parent / "tests"
+    for path in sorted(tests.rglob("test_*.py")):
+        package = path.relative_to(tests).parent
+        if package.parts and package.parts[0] not in whole:
+            assert (SRC / package / "__init__.py").exists(), f"{path} mirrors no package"

@@ -161,6 +161,9 @@ def test_a_wrong_node_id_is_noticed() -> None:
         fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
     )
     assert "torture" in (
-        fault("tests/native/test_model.py::test_a_queue_does_what_its_model_does_at_length") or ""
+        fault(
+            "tests/native/queue/test_state_model.py::test_a_queue_does_what_its_model_does_at_length"
+        )
+        or ""
     )
     assert fault(f"{conformance}test_start_is_idempotent") is None

@@ -24,7 +24,7 @@ SHARDED: Final = (
 
 # These mostly start drivers in processes of their own; the other tests of Spark share a session.
 SPARK: Final = "tests/spark/"
-SPARK_DRIVERS: Final = ("tests/spark/test_jobs.py", "tests/spark/test_streaming.py")
+SPARK_DRIVERS: Final = ("tests/spark/test_jobs.py", "tests/spark/test_stream_reader.py")
 
 # Longest first, as measured; all other groups follow by number of tests.
 LONGEST: Final = (
@@ -49,8 +49,8 @@ def scope_of(nodeid: str, scope: str) -> str:
 
     >>> scope_of("tests/reliability/test_killed_worker.py::test_it[redis-list-before]", "…")
     'tests/reliability/#redis'
-    >>> scope_of("tests/test_codec.py::test_it", "tests/test_codec.py")
-    'tests/test_codec.py'
+    >>> scope_of("tests/codec/test_codec.py::test_it", "tests/codec/test_codec.py")
+    'tests/codec/test_codec.py'
     """
     if nodeid.startswith(RELIABILITY):
         server = nodeid.partition("[")[2].rstrip("]").partition("-")[0]

@@ -29,7 +29,7 @@ CANARY = "c4n4ry-s3cr3t"
 AMQP = "amqp://user:password@host:5672/vhost"
 BROKERS = "host1:9092,host2:9092"
 REDIS = "redis://user:password@host:6379/0"
-REFERENCE = Path(__file__).parent.parent / "docs" / "configuration.md"
+REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ def opener(settings: Settings) -> FaultyBackend:
 def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     found = EntryPoints(
         [
-            EntryPoint("elsewhere", "tests.test_opening:opener", "qkit.backends"),
+            EntryPoint("elsewhere", "tests.backends.test_factory:opener", "qkit.backends"),
             EntryPoint("console", "nowhere:main", "console_scripts"),
         ]
     )

@@ -20,7 +20,7 @@ import pytest
 from qkit.errors import Damage, LogDamaged, LogVersion, ReadOnly
 from qkit.native.log.log import Log
 from qkit.native.log.segment import FRAME_SIZE, HEADER_SIZE, name_of, read_header, scan
-from tests.native.test_segment import of_version
+from tests.native.log.test_segment import of_version
 from tests.support.crasher import content, number
 from tests.support.disk import Mode, SimulatedDisk
 
@@ -381,7 +381,7 @@ async def test_a_hole_among_unsynced_writes_is_closed_and_what_follows_is_kept()
 def kill_rounds(tmp_path: Path, seed: int, rounds: int) -> None:
     print("seed", seed)
     random = Random(seed)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     with subprocess.Popen(
         [sys.executable, "-m", "tests.support.crasher"],

@@ -22,7 +22,7 @@ from qkit import QueueService, Settings
 from qkit._internal.signals import handle_signals
 from tests.support.waiting import scaled
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 class Worker:

@@ -23,7 +23,7 @@ from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
 from tests.support.sharer import share
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 TAKEOVER = 3.0  # seconds, at most
 
 
