@@ -39,6 +39,9 @@ F = TypeVar("F", bound=Callable[..., object])
 NewBackend = Callable[[], Backend]
 Serve = Callable[..., Awaitable[QueueService]]
 
+#: How long a scenario waits for what must happen. It is shorter than the default lease (30 s): a
+#: message that comes back only because its lease ended is too late.
+WITHIN_SECONDS = 25.0
 #: How late, in seconds, a busy machine may be in real time. Virtual time is exact.
 LATE_SECONDS = 5.0
 
@@ -146,7 +149,7 @@ class Harness:
 
     # -- waiting -----------------------------------------------------------------------------
 
-    async def until(self, condition: Callable[[], object], within: float = 30.0) -> None:
+    async def until(self, condition: Callable[[], object], within: float = WITHIN_SECONDS) -> None:
         """Wait until ``condition`` holds; fail after ``within`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within
@@ -154,7 +157,9 @@ class Harness:
             assert loop.time() < deadline, f"{_source(condition)}: not within {within:g} s"
             await asyncio.sleep(0.01)
 
-    async def until_threads(self, condition: Callable[[], object], within: float = 30.0) -> None:
+    async def until_threads(
+        self, condition: Callable[[], object], within: float = WITHIN_SECONDS
+    ) -> None:
         """As ``until``, for what happens in threads: they need real time, not virtual."""
         deadline = time.monotonic() + within
         while not condition():
@@ -174,7 +179,7 @@ class Harness:
         return virtual if self.virtual_time else LATE_SECONDS
 
     async def letters(
-        self, service: QueueService, name: str, count: int = 1, within: float = 30.0
+        self, service: QueueService, name: str, count: int = 1, within: float = WITHIN_SECONDS
     ) -> list[DeadLetter]:
         """The dead letters of a channel, once there are ``count``; fail if there are more."""
         loop = asyncio.get_running_loop()
@@ -220,7 +225,7 @@ class Harness:
         return [envelope.id for envelope in envelopes]
 
     async def take(
-        self, subscription: Subscription, count: int = 1, within: float = 30.0
+        self, subscription: Subscription, count: int = 1, within: float = WITHIN_SECONDS
     ) -> list[Delivery]:
         """Exactly ``count`` deliveries, in the order in which they came."""
         found: list[Delivery] = []
