@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
-.PHONY: help setup demo test lint types unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
+.PHONY: help setup demo test test-full lint types unit torture check brokers-up brokers-down pipeline bench bench-brokers bench-spark bench-check docs requirements clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -25,21 +25,31 @@ $(RUN_STAMP): requirements/run.txt pyproject.toml scripts/make-venv
 demo: $(RUN_STAMP) ## Run examples/orders.py on the native engine, or QKIT_TYPE=rabbitmq; DEMO_SERVE=1 keeps it open
 	@PYTHON=$(BIN)/python scripts/demo
 
-test: setup ## Lint, types and all tests against real brokers
+test: setup ## Lint, types and the tests against real brokers; COVERAGE=1 measures coverage, in twice the time
 	$(MAKE) --no-print-directory lint types
 	@PYTHONPATH=scripts $(BIN)/python -m local_brokers.chromium
 	scripts/brokers run $(MAKE) --no-print-directory check
 
-# Most of the time goes in waiting for brokers, so several tests run side by side; a class or module,
-# which may have a server of its own, stays in one process.
-JOBS ?= 3
+test-full: setup ## What repeats a proof of `make test` at length or on every broker; CI runs both
+	scripts/brokers run $(BIN)/python -m pytest -m full $(PARALLEL) --timeout 900
 
+# Most of the time goes in waiting for brokers, so several tests run side by side, more than there
+# are cores. tests/support/scheduling.py says which tests share a process.
+JOBS ?= 4
+PARALLEL = -n $(JOBS) --dist loadscope
+
+# Tracing every line doubles the CPU time, so coverage is measured only on request: CI does.
 # `coverage run` and not pytest-cov: it measures imports that pytest makes before plugins start.
+COVERAGE ?=
 check: setup
+ifeq ($(COVERAGE),)
+	$(BIN)/python -m pytest $(PARALLEL)
+else
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadscope
+	$(BIN)/coverage run -m pytest $(PARALLEL)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+endif
 
 lint: setup ## ruff: rules and formatting
 	$(BIN)/ruff check .
@@ -50,7 +60,7 @@ types: setup ## mypy (strict) and pyright
 	$(BIN)/pyright
 
 unit: setup ## The tests that need neither a broker nor Spark
-	$(BIN)/python -m pytest -m "not broker and not spark and not torture"
+	$(BIN)/python -m pytest -m "not broker and not spark and not torture and not full"
 
 torture: setup ## The long versions of the reliability tests
 	scripts/brokers run $(BIN)/python -m pytest -m torture --timeout 3600

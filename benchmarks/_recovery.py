@@ -34,7 +34,7 @@ async def _untidied(path: Path, segment_bytes: int = 64 << 20) -> AsyncGenerator
     clock = engine.clock
     storage = Storage(Disk(path), clock=clock, fsync="never", segment_bytes=segment_bytes)
     await engine.attach(storage)
-    keeper = storage._keeper
+    keeper = storage._maintenance_task
     assert keeper is not None
     keeper.cancel()
     async with engine:
@@ -69,7 +69,7 @@ async def _open(path: Path) -> float:
 
 async def _tidy(path: Path, *, compact: bool = True) -> None:
     async with _untidied(path) as engine:
-        await engine.storage.tidy(compact=compact)
+        await engine.storage.maintain(compact=compact)
 
 
 def _without_snapshot(path: Path) -> None:
@@ -171,7 +171,7 @@ async def _compaction(scale: Scale) -> Mapping[str, float]:
             await asyncio.sleep(scale.of(3, 0))
         started = time.perf_counter()
         async with _Lag() as lag:
-            await engine.storage.tidy()
+            await engine.storage.maintain()
         spent = time.perf_counter() - started
         publisher.cancel()
         await asyncio.wait([publisher])

@@ -368,9 +368,9 @@ async def test_what_cannot_be_read_is_kept_with_its_reason(
     async with made:
         await made._backend.publish("orders", [Envelope("foreign-1", body, dict(headers))])
         await made.send("orders", ORDER)
-        await asyncio.wait_for(buried.wait(), 5)
+        await asyncio.wait_for(buried.wait(), 60)
         (letter,) = await made.dead_letters("orders").list()
-        await asyncio.wait_for(served.wait(), 5)
+        await asyncio.wait_for(served.wait(), 60)
     assert letter.reason == Reason.UNDECODABLE
     assert letter.body == body
     assert letter.message_id == "foreign-1"

@@ -16,6 +16,7 @@ from benchmarks import _measure, brokers, native
 from benchmarks._measure import Figure, Missing, Result, Scale, Suite, Waiver, judge, measure
 
 RATE = Figure("rate", "the more the better", 2.0)
+SLOW_SUITES = {"footprint", "recovery", "socket", "depth"}
 SIZE = Figure("size", "the less the better", 100, "B", at_most=True)
 
 
@@ -124,7 +125,13 @@ def test_every_waiver_names_a_figure_and_says_why() -> None:
         assert waiver.reason
 
 
-@pytest.mark.parametrize("name", [suite.name for suite in native.SUITES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(suite.name, marks=[pytest.mark.full] * (suite.name in SLOW_SUITES))
+        for suite in native.SUITES
+    ],
+)
 def test_every_suite_of_the_native_engine_gives_its_figures(name: str, tmp_path: Path) -> None:
     (chosen,) = [suite for suite in native.SUITES if suite.name == name]
     tiny = Scale(200, True, tmp_path)

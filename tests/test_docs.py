@@ -110,7 +110,7 @@ def test_the_readme_example_handles_its_order_and_ends_on_sigterm(tmp_path: Path
     try:
         assert process.stdout.readline() == b"order 1, attempt 1\n"
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors.decode()
@@ -161,6 +161,9 @@ def test_a_wrong_node_id_is_noticed() -> None:
         fault(f"{refusing}Refusals::test_what_is_unsupported_is_refused") or ""
     )
     assert "torture" in (
-        fault("tests/native/test_model.py::test_a_queue_does_what_its_model_does_at_length") or ""
+        fault(
+            "tests/native/queue/test_state_model.py::test_a_queue_does_what_its_model_does_at_length"
+        )
+        or ""
     )
     assert fault(f"{conformance}test_start_is_idempotent") is None

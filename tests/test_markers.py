@@ -22,7 +22,7 @@ def test_no_broker_is_asked_for_by_a_test_that_is_no_broker_test() -> None:
     found = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"),
-            *("-m", "not broker and not spark and not torture", *asking),
+            *("-m", "not broker and not spark and not torture and not full", *asking),
         ],
         cwd=TESTS.parent, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip

@@ -740,7 +740,7 @@ def test_run_works_outside_the_main_thread() -> None:
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     assert done == [1]
 

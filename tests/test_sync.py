@@ -43,7 +43,7 @@ class Clerk:
 
     def wait_for(self, count: int) -> None:
         with self.reached:
-            assert self.reached.wait_for(lambda: len(self.done) >= count, timeout=10)
+            assert self.reached.wait_for(lambda: len(self.done) >= count, timeout=60)
 
     @consume("orders")
     async def order(self, body: int) -> None:
@@ -204,7 +204,7 @@ def test_threads_that_shut_it_down_at_once_all_return() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert backend.count("aclose") == 1
     service.shutdown()
@@ -236,7 +236,7 @@ def test_an_async_handler_that_calls_it_is_refused_and_not_hung() -> None:
 
     with make(handle) as service:
         service.send("orders", 1)
-        assert tried.wait(10)
+        assert tried.wait(60)
         assert service.ready
     assert len(refused) == 2
 
@@ -256,7 +256,7 @@ def test_a_synchronous_handler_may_call_it() -> None:
 
     with make(forward, audit) as service:
         service.send("orders", 1)
-        assert done.wait(10)
+        assert done.wait(60)
     assert seen == [2]
 
 
@@ -341,7 +341,7 @@ def test_run_in_another_thread_is_ended_by_a_shutdown() -> None:
     running.start()
     eventually(lambda: service.ready)
     service.shutdown()
-    running.join(10)
+    running.join(60)
     assert not running.is_alive()
 
 
@@ -379,7 +379,7 @@ def test_a_call_that_a_shutdown_overtakes_ends_with_a_word() -> None:
     caller.start()
     eventually(lambda: backend.count("remove") == 1)
     service.shutdown()
-    caller.join(10)
+    caller.join(60)
     assert not caller.is_alive()
     assert isinstance(outcome[0], LifecycleError)
     assert "shut down before this call was done" in str(outcome[0])
@@ -452,7 +452,7 @@ def test_a_synchronous_handler_sends_while_the_service_drains() -> None:
     @consume("orders")
     def forward(body: int) -> None:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         sent.append(service.send("audit", body))
         sent.append(service.send_many("audit", [1, 2]))
 
@@ -460,12 +460,12 @@ def test_a_synchronous_handler_sends_while_the_service_drains() -> None:
     service = make(forward, backend=backend)
     service.start()
     service.send("orders", 1)
-    assert begun.wait(10)
+    assert begun.wait(60)
     ending = threading.Thread(target=service.shutdown)
     ending.start()
     eventually(lambda: service.connection_state == "closing")
     gate.set()
-    ending.join(10)
+    ending.join(60)
     assert not ending.is_alive()
     assert len(sent) == 2
     assert backend.count("ack") == 1
@@ -544,7 +544,7 @@ async def test_hosted_it_ends_when_a_thread_says_so(end: str) -> None:
     service = make(Clerk())
     with service.hosted() as inner:
         running = asyncio.create_task(inner.run())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.to_thread(eventually, lambda: service.ready)
             await asyncio.to_thread(getattr(service, end))
             await running

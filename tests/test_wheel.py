@@ -47,7 +47,7 @@ async def main() -> None:
     async with service:
         sent = await service.send("audit", {"action": "login"})
         assert sent.message_id
-        await asyncio.wait_for(handled.wait(), 10)
+        await asyncio.wait_for(handled.wait(), 60)
     assert received == [{"action": "login"}]
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "DeadLetterSource",
     "Delivery",
     "DroppedLetterSource",
+    "ExtendMany",
     "Log",
     "LossReporting",
     "QueueSpec",

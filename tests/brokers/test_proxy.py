@@ -47,7 +47,7 @@ class Echo:
 
     def wait_for_ends(self, count: int) -> list[str]:
         with self.some_ended:
-            assert self.some_ended.wait_for(lambda: len(self.ended) >= count, 5)
+            assert self.some_ended.wait_for(lambda: len(self.ended) >= count, 60)
         return self.ended
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ def proxy(echo: Echo) -> Iterator[Proxy]:
 
 @contextmanager
 def client(proxy: Proxy) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=30) as connection:
         yield connection
 
 
@@ -83,7 +83,7 @@ def silent(connection: socket.socket) -> None:
     connection.settimeout(QUIET)
     with pytest.raises(TimeoutError):
         connection.recv(100)
-    connection.settimeout(5)
+    connection.settimeout(30)
 
 
 def test_it_passes_on_and_counts(proxy: Proxy) -> None:

@@ -19,20 +19,20 @@ async def test_redis_list(redis_url: str) -> None:
     async with redis.asyncio.from_url(redis_url) as client:
         try:
             await client.rpush(name, b"first", b"second")
-            assert await client.blpop([name], timeout=5) == (name.encode(), b"first")
-            assert await client.blpop([name], timeout=5) == (name.encode(), b"second")
+            assert await client.blpop([name], timeout=60) == (name.encode(), b"first")
+            assert await client.blpop([name], timeout=60) == (name.encode(), b"second")
         finally:
             await client.delete(name)
 
 
 async def test_rabbitmq_confirmed_publish_and_ack(rabbitmq_url: str) -> None:
-    async with await aio_pika.connect(rabbitmq_url, timeout=10) as connection:
+    async with await aio_pika.connect(rabbitmq_url, timeout=60) as connection:
         channel = await connection.channel(publisher_confirms=True)
         queue = await channel.declare_queue(unique_name(), durable=True)
         try:
             message = aio_pika.Message(b"first", delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
-            await channel.default_exchange.publish(message, queue.name, mandatory=True, timeout=5)
-            received = await queue.get(timeout=5)
+            await channel.default_exchange.publish(message, queue.name, mandatory=True, timeout=60)
+            received = await queue.get(timeout=60)
             assert received.body == b"first"
             await received.ack()
             assert await queue.get(fail=False) is None

@@ -55,7 +55,7 @@ class Script:
         return entry["processes"][0]["pid"], entry["ports"]["redis"]
 
     def ask(self, command: bytes) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.redis()[1]), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", self.redis()[1]), timeout=30) as connection:
             connection.sendall(command + b"\r\n")
             return connection.recv(1024)
 
@@ -95,7 +95,7 @@ def test_up_twice_is_harmless_and_down_leaves_nothing(script: Script) -> None:
     assert script("down").returncode == 0
     assert ProcessRecord.of(pid) is None
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=30).close()
     assert sorted(path.name for path in script.directory.iterdir()) == ["lock", "state.json"]
 
 
@@ -172,7 +172,7 @@ def test_a_record_is_one_process_of_one_boot(bystander: subprocess.Popen[bytes])
         stranger.signal(signal.SIGKILL)
         assert bystander.poll() is None
     end([record], grace=5)
-    assert bystander.wait(timeout=5) == -signal.SIGTERM
+    assert bystander.wait(timeout=60) == -signal.SIGTERM
     assert not record.is_alive()
 
 

@@ -180,7 +180,7 @@ def test_consume_goes_on_until_ctrl_c_and_then_gives_back(shell: Shell) -> None:
         assert process.stdout.readline().split()[-1] == "1"
         time.sleep(0.2)  # until it waits again; either way it must give back
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 0, errors

@@ -13,7 +13,7 @@ import pytest
 
 from qkit import QueueService, Settings
 from qkit.native import bulk_import
-from qkit.native.bulk import BulkWriter, bulks, commit
+from qkit.native.bulk import BulkWriter, commit, published_jobs
 from tests.support.cli import Shell
 
 
@@ -54,7 +54,7 @@ def test_stats_can_be_watched_until_ctrl_c(shell: Shell) -> None:
             (row,) = json.loads(process.stdout.readline())  # a line each
             assert (row["queue"], row["depth"]) == ("audit", 1)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130, errors
@@ -96,7 +96,7 @@ def bulk(shell: Shell, queue: str) -> None:
 def test_bulk_files_committed_before_are_seen(shell: Shell) -> None:
     bulk(shell, "orders")
     assert [row["queue"] for row in shell.json("queues")] == ["orders"]
-    assert bulks(shell.path) == []
+    assert published_jobs(shell.path) == []
     bulk(shell, "audit")
     assert [row["depth"] for row in shell.json("stats", "audit")] == [5]
     bulk(shell, "letters")

@@ -17,7 +17,8 @@ import pytest_asyncio
 from qkit._internal.clock import Clock
 from qkit._internal.ids import new_id
 from qkit.backend import Delivery, QueueSpec
-from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.subscription import NativeSubscription
 from qkit.codec.codec import Codec
 from qkit.conformance import MATRIX, Conformance, NewBackend
 from qkit.consuming.consumer import Consumer
@@ -294,7 +295,7 @@ def stop_leaves_the_parked_asleep(patch: pytest.MonkeyPatch) -> None:
     "test_what_a_consumer_left_unsettled_goes_to_another",
 )
 def keeps_what_a_dead_consumer_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(NativeSubscription, "give_back", lambda self: None)
+    patch.setattr(NativeSubscription, "release_uncharged", lambda self: None)
 
 
 @fault("test_a_higher_priority_comes_first_and_equals_keep_their_order")
@@ -379,12 +380,12 @@ def peek_consumes(patch: pytest.MonkeyPatch) -> None:
 @fault("test_when_there_are_too_many_the_oldest_go")
 def dead_letters_without_a_cap(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
-        def limit(self: QueueState, **kw: Any) -> None:
+        def set_limits(self: QueueState, **kw: Any) -> None:
             original(self, **{**kw, "max_depth": 1_000_000})
 
-        return limit
+        return set_limits
 
-    wrap(patch, QueueState, "limit", change)
+    wrap(patch, QueueState, "set_limits", change)
 
 
 @fault("test_the_backend_declares_exactly_its_column")

@@ -23,7 +23,7 @@ def outcomes() -> dict[str, str]:
         for scenario in scenarios
         for suite in (fault, "nothing")
     ]
-    options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "--timeout=30", "-W", "default"]
+    options = ["-q", "-rA", "--tb=line", "-p", "no:cacheprovider", "--timeout=120", "-W", "default"]
     environment = {name: value for name, value in os.environ.items() if "COV" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *dict.fromkeys(wanted)],

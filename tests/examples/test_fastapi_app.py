@@ -68,7 +68,7 @@ def test_under_load_nothing_accepted_is_lost_when_it_is_told_to_end(tmp_path: Pa
         assert "qkit" in page.text  # mounted below a path, its parts are found beside it
         assert httpx.get(f"{address}/queues/static/app.js").status_code == 200
         accepted = asyncio.run(load(address, process))
-        code = process.wait(40)
+        code = process.wait(60)
     log = (tmp_path / "log").read_text()
     # uvicorn ends by the signal that it was given, once all is done.
     assert code in (0, -signal.SIGTERM), log

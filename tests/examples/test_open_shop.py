@@ -42,7 +42,7 @@ def test_dead_letters_of_the_demo_are_seen_and_replayed_as_the_readme_says(tmp_p
         assert answer["replayed"] == 3
         until(lambda: qkit(tmp_path, "dlq", "list") == {"payments": 2})
         process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.communicate()

@@ -208,7 +208,7 @@ async def test_compaction_keeps_a_message_whose_letter_is_not_on_the_disk_yet(cl
     assert second is not None
     await second.ack()
     await first.nack(requeue=False)
-    await engine.storage.tidy(rotate=False)
+    await engine.storage.maintain(rotate=False)
     after = disk.lose_power(len(disk.journal), Random(SEED), "none")
     await engine.aclose()
 
@@ -237,7 +237,7 @@ class GatedDisk(Disk):
         if self._begun:
             self._begun = False
             self.waiting.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
 
 
 async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_completed(tmp_path):
@@ -251,7 +251,7 @@ async def test_compaction_waits_for_the_answers_of_a_segment_that_was_just_compl
         *(engine.publish("orders", bytes(200), message_id=str(number)) for number in range(8))
     )
     await asyncio.to_thread(disk.waiting.wait, 10)
-    tidy = asyncio.ensure_future(engine.storage.tidy(rotate=False))
+    tidy = asyncio.ensure_future(engine.storage.maintain(rotate=False))
     await asyncio.sleep(0.1)  # it looks at the segments meanwhile
     disk.gate.set()
     await sends

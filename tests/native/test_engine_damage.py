@@ -91,7 +91,7 @@ async def story(
     engine = await open_engine(disk, clock, segment_bytes=segment_bytes)
     stops = [disk.files() async for _ in acts(engine)]
     if tidy:
-        await engine.storage.tidy()
+        await engine.storage.maintain()
         await engine.publish("orders", body_of("8")[:40], message_id="8")
     files = disk.files()
     await engine.aclose()

@@ -222,7 +222,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
         assert delivery is not None
         with pytest.raises(StorageError):
             await delivery.ack()
-    assert engine.storage.log.owed
+    assert engine.storage.log.deferred_records
     assert (await engine.stats("orders")).in_flight == 0
     # Killed now, what could not be written comes again; nothing that was confirmed is lost.
     killed = await open_engine(SimulatedDisk(disk.files()), clock)
@@ -231,7 +231,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
 
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.owed == 0
+    assert engine.storage.log.deferred_records == 0
     sent = await engine.publish("orders", b"again", message_id="again")
     assert sent.position == 2
     delivery = await engine.consume("orders")
@@ -267,7 +267,7 @@ async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock
 
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.owed == 0
+    assert engine.storage.log.deferred_records == 0
     files = disk.files()
     await engine.aclose()
     engine = await open_engine(SimulatedDisk(files), clock)
@@ -293,7 +293,7 @@ async def test_compaction_keeps_a_message_whose_letter_found_no_space(clock):
     with pytest.raises(StorageError):
         await first.nack(requeue=False)
     with contextlib.suppress(StorageError, OSError):
-        await engine.storage.tidy(rotate=False)
+        await engine.storage.maintain(rotate=False)
     files = disk.files()
     await engine.aclose()
     engine = await open_engine(SimulatedDisk(files), clock)
@@ -310,7 +310,7 @@ async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock
     for _ in range(200):
         with pytest.raises(StorageError):
             await engine.consume("orders")
-    owed = engine.storage.log.owed
+    owed = engine.storage.log.deferred_records
     disk.capacity = None
     await clock.advance(1)
     delivery = await engine.consume("orders")
@@ -324,13 +324,13 @@ async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock
 async def test_tidying_a_full_disk_raises_what_it_says(clock):
     disk = SimulatedDisk()
     engine = await filled(disk, clock, segment_bytes=300)
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     for _ in range(4):
         await engine.publish("orders", bytes(250))
     disk.capacity = sum(map(len, disk.files().values())) + 10
     try:
         with pytest.raises(StorageError):
-            await engine.storage.tidy(rotate=False)
+            await engine.storage.maintain(rotate=False)
     finally:
         await engine.aclose()
 
@@ -371,14 +371,14 @@ async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock
                             await delivery.nack()
                 case 4:
                     with contextlib.suppress(OSError):
-                        await engine.storage.tidy(rotate=random.random() < 0.5)
+                        await engine.storage.maintain(rotate=random.random() < 0.5)
         except StorageError:
             refused += 1
             assert not engine.storage.log.read_only
     assert refused
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.owed == 0
+    assert engine.storage.log.deferred_records == 0
     files = disk.files()
     await engine.aclose()
     engine = await open_engine(SimulatedDisk(files), clock)
@@ -419,7 +419,7 @@ async def main() -> None:
         pass
     ballast.unlink()
     deadline = asyncio.get_running_loop().time() + 10
-    while engine.storage.log.owed:
+    while engine.storage.log.deferred_records:
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.05)
     sent.append((await engine.publish("orders", b"after")).message_id)

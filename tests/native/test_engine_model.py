@@ -404,7 +404,7 @@ class EngineModel(RuleBasedStateMachine):
     @rule(rotate=st.booleans())
     def tidy(self, rotate: bool) -> None:
         """Compaction and a snapshot change nothing that anybody can see."""
-        self.run(self.engine.storage.tidy(rotate=rotate))
+        self.run(self.engine.storage.maintain(rotate=rotate))
 
     @precondition(lambda self: len(self.messages) >= 3)
     @rule(crash=st.booleans(), down=st.sampled_from((0, 0, 0, 1, 4)))
@@ -486,7 +486,7 @@ class EngineModel(RuleBasedStateMachine):
         assert journal.held == sum(
             len(message.body)
             for actor in self.engine.catalogue.all_actors()
-            for message in actor.state.everything()
+            for message in actor.state.all_messages()
             if message.body is not None
         )
         assert sum(segment.live for segment in journal.index) == messages

@@ -174,7 +174,7 @@ async def test_a_forged_bulk_file_with_a_hostile_queue_is_refused(tmp_path):
     commit(tmp_path, "job")
     async with await Engine.open(tmp_path) as engine:
         with contextlib.suppress(QueueError):
-            await engine.take_inbox()
+            await engine.import_bulk_files()
         names = await engine.list()
     assert names == []
 
@@ -212,7 +212,7 @@ async def fill(path: Path) -> None:
         delivery = await engine.consume("orders")
         assert delivery is not None
         await delivery.ack()
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     await engine.aclose()
 
 
@@ -278,12 +278,12 @@ async def test_a_planted_inbox_is_not_followed(tmp_path):
     await fill(data)
     (data / "inbox").symlink_to(target / "inbox")
     async with await Engine.open(data) as engine:
-        assert await engine.take_inbox() == 0
+        assert await engine.import_bulk_files() == 0
     (data / "inbox").unlink()
     (data / "inbox").mkdir()
     (data / "inbox" / "job").symlink_to(target / "inbox" / "job")
     async with await Engine.open(data) as engine:
-        assert await engine.take_inbox() == 0
+        assert await engine.import_bulk_files() == 0
     assert (target / "inbox" / "job" / "00000000.seg").exists()
 
 
@@ -353,14 +353,14 @@ async def poison(path: Path, count: int, keep: int) -> None:
         await asyncio.gather(*(engine.publish("orders", b"poison" * 20) for _ in range(chunk)))
         await asyncio.gather(*(give_up() for _ in range(chunk)))
         if (start // chunk) % max(1, count // chunk // 10) == 0:
-            await engine.storage.tidy()
+            await engine.storage.maintain()
         if start > 2 * keep:
             used.append(resident())
     stats = await engine.stats("orders_dlq")
     assert (stats.depth, stats.dropped_total, dropped) == (keep, count - keep, count - keep)
     assert (await engine.stats("orders")).dead_lettered_total == count
     growth = max(used) - used[0]
-    await engine.storage.tidy()
+    await engine.storage.maintain()
     size = size_of(path)
     print(f"{count} poison messages: {growth >> 10} KiB more memory, {size >> 10} KiB of files")
     assert growth < 16 << 20
@@ -373,7 +373,13 @@ async def poison(path: Path, count: int, keep: int) -> None:
 
 @pytest.mark.proves("002-index-4", "002-compaction-5", "002-testing-11")
 async def test_poison_messages_fill_neither_memory_nor_disk(tmp_path):
-    await poison(tmp_path, 20_000, 1_000)
+    await poison(tmp_path, 6_000, 1_000)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1_800)
+async def test_many_poison_messages_fill_neither_memory_nor_disk(tmp_path):
+    await poison(tmp_path, 50_000, 1_000)
 
 
 @pytest.mark.torture
@@ -397,13 +403,13 @@ async def bytes_for_each_queue(engine: Engine, count: int) -> float:
 @pytest.mark.proves("000-figures-6", "001-concurrency-2")
 async def test_many_queues_cost_little(tmp_path):
     async with Engine() as engine:
-        memory = await bytes_for_each_queue(engine, 5_000)
+        memory = await bytes_for_each_queue(engine, 1_000)
     async with await Engine.open(tmp_path, fsync="never") as engine:
-        durable = await bytes_for_each_queue(engine, 2_000)
+        durable = await bytes_for_each_queue(engine, 1_000)
     print(f"an empty queue: {memory:.0f} bytes in memory, {durable:.0f} in a directory")
     assert max(memory, durable) < 5_000
     async with await Engine.open(tmp_path) as engine:
-        assert len(await engine.list()) == 2_000
+        assert len(await engine.list()) == 1_000
 
 
 @pytest.mark.proves("000-figures-8", "001-concurrency-2", "002-place-2")
@@ -422,7 +428,7 @@ async def test_a_hundred_thousand_queues(tmp_path):
             with pytest.raises(ConfigError):
                 await engine.create(f"queue-{number}")
         assert engine.catalogue.refused == 100_000 - MAX_QUEUES
-        await engine.storage.tidy()
+        await engine.storage.maintain()
     async with await Engine.open(tmp_path) as engine:
         assert len(await engine.list()) == MAX_QUEUES
 

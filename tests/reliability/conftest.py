@@ -21,11 +21,9 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture(scope="session")
-def servers(workers: Workers, request: pytest.FixtureRequest) -> Iterator[Servers]:
-    """The private servers that the chosen tests need."""
-    calls = (getattr(item, "callspec", None) for item in request.session.items)
-    chosen = {call.params["site"] for call in calls if call and "site" in call.params}
-    servers = Servers(workers, chosen)
+def servers(workers: Workers) -> Iterator[Servers]:
+    """Private servers, all ended with the run."""
+    servers = Servers(workers)
     yield servers
     servers.close()
 

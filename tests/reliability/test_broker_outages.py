@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support.carriers import Site, durable, on, outlives_its_server, redelivers
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, scaled
 from tests.support.workers import Worker
 
 AGAIN = 10.0  # seconds after the broker is back in which work must go on
@@ -44,7 +44,7 @@ class Load:
             sent, handled = self.sender.of("sent"), self.consumer.of("end")
             return min(sent[-1].at, handled[-1].at) > now
 
-        await eventually(both, AGAIN)
+        await eventually(both, scaled(AGAIN))
         for worker, before in zip((self.sender, self.consumer), self._memory, strict=True):
             assert worker.memory() < before + ROOM
 

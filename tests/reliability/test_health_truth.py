@@ -12,10 +12,10 @@ import pytest
 
 from qkit import QueueService, consume
 from tests.support.carriers import Carrier, Site, behind_a_network, on, outlives_its_server
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, scaled
 
 SOON = 5.0
-BLOCKED = 6.0
+BLOCKED = 8.0
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def test_a_dead_consumer_is_noticed(site: Site) -> None:
             task for task in asyncio.all_tasks() if task.get_name().startswith("qkit consumer ")
         ]
         task.cancel()
-        await eventually(lambda: not service.ready, SOON)
+        await eventually(lambda: not service.ready, scaled(SOON))
         assert service.health_check().status == "unhealthy"
 
 
@@ -73,7 +73,7 @@ async def test_a_blocked_loop_is_noticed_from_outside_and_so_is_its_end(site: Si
             over.set()
             asking.join()
     noticed, _, why = next(item for item in seen if not item[1])
-    assert noticed - began <= SOON + 1, "a second for the message to reach its handler"
+    assert noticed - began <= scaled(SOON + 1), "a second for the message to reach its handler"
     assert "blocked" in (why or "")
 
 
@@ -83,7 +83,7 @@ async def test_a_broker_that_does_not_answer_is_noticed(site: Site) -> None:
     async with serving(site) as service:
         site.freeze()
         try:
-            await eventually(lambda: not service.ready, SOON)
+            await eventually(lambda: not service.ready, scaled(SOON))
         finally:
             site.thaw()
         await eventually(lambda: service.ready, 30)
@@ -94,7 +94,7 @@ async def test_a_broker_that_is_gone_is_noticed(site: Site) -> None:
     assert site.proxy is not None
     async with serving(site, proxied=True) as service:
         site.proxy.refuse()
-        await eventually(lambda: not service.ready, SOON)
+        await eventually(lambda: not service.ready, scaled(SOON))
         assert service.connection_state == "disconnected"
         site.proxy.heal()
         await eventually(lambda: service.ready, 30)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.carriers import Site, in_other_processes, on, redelivers
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, scaled
 
 LONG_AGO = 1.0  # seconds after which an acknowledgement has surely arrived
 
@@ -39,7 +39,7 @@ async def kill_in_mid_handler(site: Site, seed: int) -> None:
             await send(number)
         await eventually(lambda: {0, 1} <= set(second.numbers("end")), within=60)
         back = max(line.at for line in second.of("begin") if line.number in (0, 1)) - killed_at
-        assert back <= site.carrier.back_within + 5
+        assert back <= scaled(site.carrier.back_within + 5)
         await eventually(lambda: sent <= {*first.numbers("end"), *second.numbers("end")})
         done = {line.number for line in first.of("end") if line.at < killed_at - LONG_AGO}
         again = done & {line.number for line in second.of("begin") if line.at > killed_at}

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from tests.support.carriers import Site, in_other_processes, on, redelivers
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, scaled
 from tests.support.workers import Worker
 
 DEADLINE = 20.0
@@ -87,7 +87,7 @@ async def test_a_second_signal_ends_it_and_the_message_goes_to_another(site: Sit
         await asyncio.sleep(0.3)
         assert stuck.exit_code is None, "the first one waits for the handler"
         stuck.signal(signal.SIGTERM)
-        assert await stuck.ended(within=2) == 0
+        assert await stuck.ended(within=scaled(2)) == 0
         assert stuck.numbers("abandoned") == [1]
         other = site.worker("serve")
         await eventually(lambda: other.numbers("end") == [1])

@@ -13,7 +13,7 @@ from qkit import SyncQueueService
 from qkit.errors import (
     StorageError,
 )
-from qkit.native.log.retention import forget
+from qkit.native.log.retention import release
 from qkit.spark import broker_log, native_log
 from qkit.spark.broker_log import BrokerLog
 from qkit.spark.columns import Columns
@@ -108,7 +108,7 @@ class TestNativeLog:
             service.send("orders", 1)
         plan = plan_of(options)
         start = NativeLog(plan).initial()
-        forget(tmp_path, start["reader"])
+        release(tmp_path, start["reader"])
         with pytest.raises(StorageError, match="retention"):
             NativeLog(plan).latest(start, None)
 

@@ -44,7 +44,7 @@ from tests.spark.conftest import ROOT
 def subscriber(url: str, channel: str) -> Iterator[None]:
     with redis.from_url(url) as client, client.pubsub() as listening:
         listening.subscribe(channel)
-        assert listening.get_message(timeout=10) is not None
+        assert listening.get_message(timeout=60) is not None
         yield
 
 
@@ -69,7 +69,7 @@ class TestWriter:
 
         async def imported() -> QueueConfig:
             async with await Engine.open(tmp_path, defaults=owner) as engine:
-                assert await engine.take_inbox() == 1
+                assert await engine.import_bulk_files() == 1
                 return engine.catalogue.find("orders", "test").config
 
         assert asyncio.run(imported()) == replace(owner, dead_letter=letters)

@@ -21,7 +21,7 @@ from qkit._internal.ids import new_id
 from qkit.errors import ConfigError, InvalidName
 from qkit.message import Envelope
 from qkit.native import Engine
-from qkit.native.bulk import bulks
+from qkit.native.bulk import published_jobs
 from qkit.spark.options import plan_of
 from qkit.spark.row_encoder import message_ids
 from tests.spark.channels import service_of
@@ -40,7 +40,7 @@ def look(directory: Path, *channels: str) -> list[list[Envelope]]:
 
     async def main() -> list[list[Envelope]]:
         async with await Engine.open(directory) as engine:
-            await engine.take_inbox()
+            await engine.import_bulk_files()
             known = await engine.list()
             return [
                 await engine.peek(name, 1_000_000) if name in known else [] for name in channels
@@ -261,7 +261,7 @@ def test_a_stream_of_12_batches_keeps_the_order_of_each_key_and_partition(
     assert query.awaitTermination(600)
     waiting = staged(directory)
     assert len(waiting) == 12
-    assert waiting != bulks(directory), "by name 10 comes before 2"
+    assert waiting != published_jobs(directory), "by name 10 comes before 2"
     [found] = look(directory, "orders")
     assert [json.loads(item.body)["id"] for item in found] == list(range(120))
     for key in ("k0", "k1", "k2"):

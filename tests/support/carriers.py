@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -234,18 +233,18 @@ def on(*fits: Fits, variants: bool = False) -> pytest.MarkDecorator:
 
 
 class Servers:
-    """The private servers of a test run; they start all at once and side by side with the tests."""
+    """The private servers of a test run; each starts when the first test asks for it."""
 
-    def __init__(self, workers: Workers, carriers: Iterable[Carrier]) -> None:
+    def __init__(self, workers: Workers) -> None:
         self.workers = workers
         self._stack = ExitStack()
-        threads = self._stack.enter_context(ThreadPoolExecutor(thread_name_prefix="server"))
-        names = {carrier.server for carrier in carriers if carrier.server is not None}
-        self._starting = {name: threads.submit(self._start, name) for name in names}
+        self._started: dict[str, tuple[PrivateBroker, Proxy]] = {}
 
     def __getitem__(self, name: str) -> tuple[PrivateBroker, Proxy]:
         """A server that is ready, and a proxy in front of it."""
-        return self._starting[name].result()
+        if name not in self._started:
+            self._started[name] = self._start(name)
+        return self._started[name]
 
     def _start(self, name: str) -> tuple[PrivateBroker, Proxy]:
         port = free_port()
@@ -255,7 +254,6 @@ class Servers:
 
     def close(self) -> None:
         """End them all."""
-        wait(self._starting.values())
         self._stack.close()
 
 

@@ -10,7 +10,8 @@ from typing import Final
 
 from qkit._internal.clock import Clock
 from qkit.backend import Capabilities, Delivery, QueueSpec, QueueStats, SubscriptionSpec
-from qkit.backends.native.backend import NativeBackend, NativeSubscription
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.subscription import NativeSubscription
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["BLACK_HOLE", "FaultyBackend"]

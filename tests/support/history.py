@@ -118,7 +118,7 @@ class _Life:
         """Compaction and snapshots, far more often than an engine by itself has them."""
         for _ in range(steps):
             await asyncio.sleep(self.random.choice((0.001, 0.004)))
-            await self.engine.storage.tidy(rotate=self.random.random() < 0.5)
+            await self.engine.storage.maintain(rotate=self.random.random() < 0.5)
 
 
 async def live(engine: Engine, random: Random, tell: Tell, name: str, steps: int) -> None:

@@ -20,7 +20,7 @@ def spec(name: str, **options: Any) -> SubscriptionSpec:
 async def take(subscription: KafkaSubscription, count: int = 1) -> list[Delivery]:
     """So many deliveries, however many calls that needs."""
     found: list[Delivery] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # Expected to fail, or left out by the default `-m`: as little proof as a skip.
-NO_PROOF = {"skip", "skipif", "xfail", "torture"}
+NO_PROOF = {"skip", "skipif", "xfail", "torture", "full"}
 
 
 def find(test: str) -> list[Any]:

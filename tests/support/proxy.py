@@ -115,7 +115,7 @@ class Proxy:
         self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def _call(self, *functions: Callable[[], object]) -> None:
         async def call() -> None:

@@ -80,7 +80,7 @@ async def declare(backend: RabbitMQBackend, name: str, **options: Any) -> None:
 
 async def take(subscription: RabbitSubscription, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found

@@ -53,7 +53,7 @@ async def _lists(parameters: ConnectionParameters, name: str) -> None:
         (held,) = await _take(subscription)
         assert held.envelope.id == "fatal"
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while len(await backend.peek(letters, 10)) < 2:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(0.2):
@@ -106,7 +106,7 @@ def _spec(name: str, **options: Any) -> SubscriptionSpec:
 
 async def _take(subscription: Any, count: int = 1) -> list[Delivery]:
     found: list[Delivery] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(found) < count:
             found += await subscription.receive(count - len(found))
     return found

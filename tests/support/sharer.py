@@ -12,22 +12,29 @@ import time
 from pathlib import Path
 
 from qkit import QueueError, QueueService, Settings, consume
-from qkit.backends.native.backend import DURABLE, NativeBackend
-from qkit.backends.native.shared_directory import SharedBackend
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.shared_directory import SharedDirectoryBackend
 from qkit.errors import LogLocked
 from qkit.native import Engine
 
 __all__ = ["share"]
 
 
-def share(directory: Path, **options: float) -> SharedBackend:
+def share(directory: Path, **options: float) -> SharedDirectoryBackend:
     """A backend on a directory that is shared."""
 
     async def own() -> tuple[NativeBackend, Engine]:
         engine = await Engine.open(directory)
         return NativeBackend(engine=engine), engine
 
-    return SharedBackend(directory, own, locked=LogLocked, capabilities=DURABLE, **options)  # type: ignore[arg-type]  # seconds
+    return SharedDirectoryBackend(
+        directory,
+        own,
+        locked=LogLocked,
+        capabilities=MATRIX["native-durable"],
+        **options,  # type: ignore[arg-type]  # seconds
+    )
 
 
 def say(*words: object) -> None:
@@ -63,7 +70,7 @@ async def send(service: QueueService, pause: float) -> None:
         await asyncio.sleep(pause)
 
 
-async def tell_roles(backend: SharedBackend) -> None:
+async def tell_roles(backend: SharedDirectoryBackend) -> None:
     role = None
     while True:
         now = "owner" if backend.owner else "client" if backend._role is not None else "nobody"

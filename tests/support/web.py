@@ -55,7 +55,7 @@ async def client_of(
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[object]], seconds: float = 20.0, every: float = 0.02
+    condition: Callable[[], Awaitable[object]], seconds: float = 60.0, every: float = 0.02
 ) -> None:
     """Ask until the answer is yes; ``seconds`` only bound a test that fails."""
     deadline = time.monotonic() + seconds

@@ -34,7 +34,7 @@ async def block(seconds: float) -> None:
 
 
 async def main() -> None:
-    service = QueueService(Settings(type="native", shutdown={"timeout": 20}))
+    service = QueueService(Settings(type="native", shutdown={"timeout": 120}))
     service.register(nap)
     service.register(block)
     async with serve(service, port=0, token=TOKEN) as address:

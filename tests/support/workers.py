@@ -26,7 +26,7 @@ from tests.support.waiting import eventually
 __all__ = ["Line", "Worker", "Workers"]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 30.0  # seconds that only bound a test that fails
+PATIENCE = 60.0  # seconds that only bound a test that fails
 
 
 @dataclass(frozen=True)

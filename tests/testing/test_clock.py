@@ -23,7 +23,7 @@ async def test_time_jumps_and_the_clocks_agree() -> None:
         assert clock.monotonic() == loop.time()
         await clock.advance(0.5)
         assert clock.time() == EPOCH + 30 * 24 * 3600 + 0.5
-    assert time.perf_counter() - real < 5
+    assert time.perf_counter() - real < 60
 
 
 async def test_timers_fire_in_order_and_timeouts_work() -> None:
@@ -57,7 +57,7 @@ async def test_a_timer_beside_thread_work_really_waits() -> None:
     with VirtualClock() as clock:
         start, released = clock.monotonic(), threading.Event()
         asyncio.get_running_loop().call_later(0.05, released.set)
-        assert await asyncio.to_thread(released.wait, 10)
+        assert await asyncio.to_thread(released.wait, 60)
         assert clock.monotonic() - start == pytest.approx(0.05)
 
 

@@ -19,9 +19,9 @@ from tests.support.browser import Watched, open_page
 from tests.support.faulty import FaultyBackend
 from tests.support.web import TOKEN, Orders, buried, eventually, make_shop
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-expect.set_options(timeout=20_000)
+expect.set_options(timeout=60_000)
 
 
 @asynccontextmanager

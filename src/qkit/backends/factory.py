@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from qkit._internal.clock import Clock
 from qkit.backend import Backend
-from qkit.errors import ConfigError, LogLocked
+from qkit.errors import ConfigError
 from qkit.settings.model import Settings
 
-if TYPE_CHECKING:
-    from qkit.backends.native.backend import NativeBackend
-    from qkit.native import Engine
-    from qkit.native.config import QueueConfig
-
-__all__ = ["open_backend", "queue_defaults"]
+__all__ = ["open_backend"]
 
 
 def open_backend(settings: Settings, clock: Clock) -> Backend:
@@ -38,55 +31,9 @@ def open_backend(settings: Settings, clock: Clock) -> Backend:
 
 
 def _native(settings: Settings, clock: Clock) -> Backend:
-    from qkit.backends.native.backend import NativeBackend
+    from qkit.backends.native.factory import from_settings
 
-    if settings.path is not None:
-        return _directory(settings, clock, settings.path)
-    return NativeBackend(
-        clock=clock,
-        max_depth=settings.max_depth,
-        max_priority=settings.max_priority,
-        ack_deadline=settings.ack_deadline,
-    )
-
-
-def _directory(settings: Settings, clock: Clock, path: Path) -> Backend:
-    from qkit.backends.native.backend import DURABLE, NativeBackend
-    from qkit.backends.native.shared_directory import SharedBackend
-    from qkit.backends.native.socket import protocol
-    from qkit.native import Engine
-
-    async def own() -> tuple[NativeBackend, Engine]:
-        engine = await Engine.open(
-            path,
-            fsync=settings.fsync,
-            fsync_interval=settings.fsync_interval,
-            memory_limit=settings.memory_limit,
-            clock=clock,
-            defaults=queue_defaults(settings),
-        )
-        return NativeBackend(engine=engine), engine
-
-    return SharedBackend(
-        path,
-        own,
-        locked=LogLocked,
-        clock=clock,
-        capabilities=DURABLE,
-        max_frame=max(protocol.MAX_FRAME, 2 * settings.max_message_bytes),
-    )
-
-
-def queue_defaults(settings: Settings) -> QueueConfig:
-    """How a native queue behaves for which no declaration sets anything."""
-    from qkit.native.config import QueueConfig
-
-    return QueueConfig(
-        max_depth=settings.max_depth,
-        max_priority=settings.max_priority,
-        max_deliveries=None,
-        ack_deadline=settings.ack_deadline,
-    )
+    return from_settings(settings, clock)
 
 
 def _redis(settings: Settings, clock: Clock) -> Backend:

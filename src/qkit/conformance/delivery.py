@@ -139,7 +139,7 @@ class Deliveries(Harness):
             begun = loop.time()
             (message_id,) = await self.put(backend, name, "a")
             (delivery,) = await parked
-            assert loop.time() - begun <= 1.0
+            assert loop.time() - begun <= self.late(1.0)
             assert delivery.envelope.id == message_id
 
     async def test_an_idle_handler_is_called_within_a_second(self, serve: Serve, name: str) -> None:
@@ -151,12 +151,15 @@ class Deliveries(Harness):
             called.append(loop.time())
 
         service = await serve(handle)
+        waits: list[float] = []
         for number in range(3):
             await self.elapse(0.3)
             begun = loop.time()
             await service.send(name, number)
             await self.until(lambda number=number: len(called) > number)  # type: ignore[misc]  # mypy cannot infer it
-            assert called[number] - begun <= 1.0
+            waits.append(called[number] - begun)
+        assert min(waits) <= 1.0  # a busy machine may delay some of them
+        assert max(waits) <= self.late(1.0)
 
     # -- how many ----------------------------------------------------------------------------
 
@@ -167,7 +170,7 @@ class Deliveries(Harness):
         async with self.subscribe(backend, name, prefetch=100) as subscription:
             await self.put(backend, name, *(str(number) for number in range(20)), key="one")
             found: list[Delivery] = []
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(30):
                 for limit in (1, 2, 3, 7, 7, 7, 7, 7, 7, 7):
                     deliveries = await subscription.receive(limit)
                     assert len(deliveries) <= limit

@@ -32,7 +32,7 @@ class Handlers(Harness):
 
         service = await serve(handle)
         await service.send_many(name, range(3), key="one")
-        await self.until(lambda: batches, within=5)
+        await self.until(lambda: batches, within=30)
         assert batches == [[0, 1, 2]]
 
     @requires("batch")

@@ -8,7 +8,7 @@ from typing import Annotated
 import pytest
 
 from qkit.backend import Backend
-from qkit.conformance.harness import Harness, NewBackend, Serve, requires
+from qkit.conformance.harness import Harness, NewBackend, Serve, case, requires
 from qkit.conformance.sending import Spied
 from qkit.errors import InvalidHeader, Reject
 from qkit.handlers.decorators import consume
@@ -27,6 +27,20 @@ OWN = {
     "spaces": "  two  ",
     "number": "007",
     "json": '{"a": [1, "two"]}',
+}
+
+REFUSED: dict[str, dict[str, str]] = {
+    "qkit": {"qkit-attempt": "1"},
+    "upper": {"QKIT-Dead-Reason": "x"},
+    "empty": {"": "x"},
+    "space": {"a b": "x"},
+    "crlf-name": {"a\r\nb": "x"},
+    "umlaut": {"ä": "x"},
+    "crlf": {"a": "x\r\ny: z"},
+    "nul": {"a": "\x00"},
+    "int": {"a": 1},  # type: ignore[dict-item]  # that is what is wrong with it
+    "129": {f"h{number}": "x" for number in range(129)},
+    "40000": {"a": "x" * 40_000},
 }
 
 
@@ -126,33 +140,17 @@ class Headers(Harness):
             assert plain.envelope.headers == {}
             assert raw.envelope.headers == {CONTENT_TYPE: "application/octet-stream"}
 
-    @pytest.mark.parametrize(
-        "headers",
-        [
-            {"qkit-attempt": "1"},
-            {"QKIT-Dead-Reason": "x"},
-            {"": "x"},
-            {"a b": "x"},
-            {"a\r\nb": "x"},
-            {"ä": "x"},
-            {"a": "x\r\ny: z"},
-            {"a": "\x00"},
-            {"a": 1},
-            {f"h{number}": "x" for number in range(129)},
-            {"a": "x" * 40_000},
-        ],
-        ids=["qkit", "upper", "empty", "space", "crlf-name", "umlaut", "crlf", "nul", "int", "129",
-             "40000"],
-    )  # fmt: skip
     async def test_headers_that_cannot_travel_are_refused_before_anything_leaves(
-        self, serve: Serve, new_backend: NewBackend, name: str, headers: dict[str, str]
+        self, serve: Serve, new_backend: NewBackend, name: str
     ) -> None:
         spied = Spied(new_backend())
         service = await serve(backend=spied)
-        with pytest.raises(InvalidHeader) as caught:
-            await service.send(name, "a", headers=headers)
-        assert "\r" not in str(caught.value)
-        assert spied.left == []
+        for which, headers in REFUSED.items():
+            with case(which):
+                with pytest.raises(InvalidHeader) as caught:
+                    await service.send(name, "a", headers=headers)
+                assert "\r" not in str(caught.value)
+                assert spied.left == []
 
     async def test_headers_survive_a_retry(self, serve: Serve, name: str) -> None:
         seen: list[Message] = []

@@ -123,14 +123,14 @@ class HealthAndMetrics(Harness):
         service = await serve(backend=backend)
         before = clock.time()
         backend.error = BackendUnavailable("nobody is there")
-        await self.until(lambda: not service.ready, within=5)
+        await self.until(lambda: not service.ready, within=5 + self.late(0.0))
         health = service.health_check()
         assert (health.status, health.connection_state) == ("unhealthy", "disconnected")
         assert "nobody is there" in (health.last_error or "")
         assert health.disconnected_at is not None
         assert before <= health.disconnected_at <= clock.time()
         backend.error = None
-        await self.until(lambda: service.ready, within=5)
+        await self.until(lambda: service.ready, within=5 + self.late(0.0))
         health = service.health_check()
         assert (health.connection_state, health.disconnected_at) == ("connected", None)
 
@@ -172,7 +172,7 @@ class HealthAndMetrics(Harness):
         await self.elapse(6)
         await service.send(name, "good")
         await self.until(lambda: got == ["good"])
-        await self.until(lambda: not service.ready, within=8)
+        await self.until(lambda: not service.ready, within=8 + self.late(0.0))
         health = service.health_check()
         (consumer,) = health.consumers
         assert (health.status, consumer.state) == ("unhealthy", "consuming")

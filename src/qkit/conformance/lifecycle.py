@@ -165,7 +165,7 @@ class Lifecycle(Harness):
         await self.elapse(0.2)
         assert not stopping.done()
         service.force()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await stopping
         got: list[int] = []
 

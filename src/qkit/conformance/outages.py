@@ -161,7 +161,7 @@ class Outages(Harness):
         down = False
         await service.send(name, "after it")
         service.resume(name)
-        await self.until(lambda: "after it" in done, within=10)
+        await self.until(lambda: "after it" in done, within=30)
 
     @requires("dead_letters")
     async def test_a_dead_letter_is_confirmed_before_its_message_is_acknowledged(

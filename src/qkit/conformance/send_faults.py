@@ -73,13 +73,13 @@ class SendFaults(Harness):
         async def handle(text: str) -> None:
             got.append(text)
 
-        service = await serve(handle, backend=flaky, send_timeout=1.0)
+        service = await serve(handle, backend=flaky, send_timeout=3.0)
         flaky.faults = [silence]
         loop = asyncio.get_running_loop()
         begun = loop.time()
         with pytest.raises(SendTimeout) as caught:
             await service.send(name, "swallowed")
-        assert 1.0 - 0.002 <= loop.time() - begun <= 2.0
+        assert 3.0 - 0.002 <= loop.time() - begun <= 3.0 + self.late(1.0)
         assert isinstance(caught.value, TimeoutError)
         assert caught.value.queue == name
         assert caught.value.message_id == flaky.tries[0][0]
@@ -99,7 +99,7 @@ class SendFaults(Harness):
         results = await asyncio.gather(
             *(service.send(name, number) for number in range(20)), return_exceptions=True
         )
-        assert loop.time() - begun <= 2.0
+        assert loop.time() - begun <= 1.0 + self.late(1.0)
         assert {type(result) for result in results} == {SendTimeout}
         assert service.metrics().messages_sent == 0
 
@@ -112,7 +112,7 @@ class SendFaults(Harness):
         begun = loop.time()
         with pytest.raises(SendTimeout):
             await service.send_many(name, range(10))
-        assert 1.0 - 0.002 <= loop.time() - begun <= 2.0
+        assert 1.0 - 0.002 <= loop.time() - begun <= 1.0 + self.late(1.0)
         assert service.metrics().messages_sent == 0
 
     async def test_a_connection_that_stays_broken_ends_in_a_time_out_that_says_why(
@@ -176,7 +176,7 @@ class SendFaults(Harness):
         self, serve: Serve, flaky: Flaky, name: str
     ) -> None:
         service = await serve(
-            backend=flaky, breaker={"failure_threshold": 3, "recovery_timeout": 1.0}
+            backend=flaky, breaker={"failure_threshold": 3, "recovery_timeout": 2.0}
         )
         await service.send(name, "a")
         await self._break(service, flaky, name)
@@ -187,7 +187,7 @@ class SendFaults(Harness):
         for _ in range(10):
             with pytest.raises(CircuitOpen):
                 await service.send(name, "a")
-        assert loop.time() - begun < 0.5
+        assert loop.time() - begun < self.late(0.5)
         assert len(flaky.tries) == tries
         flaky.broken = False
         await self.until(lambda: service.health_check().breaker == "half_open")
@@ -199,7 +199,7 @@ class SendFaults(Harness):
         self, serve: Serve, flaky: Flaky, name: str
     ) -> None:
         service = await serve(
-            backend=flaky, breaker={"failure_threshold": 3, "recovery_timeout": 1.0}
+            backend=flaky, breaker={"failure_threshold": 3, "recovery_timeout": 2.0}
         )
         await self._break(service, flaky, name)
         await self.until(lambda: service.health_check().breaker == "half_open")

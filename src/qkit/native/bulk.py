@@ -31,9 +31,9 @@ from qkit.native.log.encode import encode_declare, encode_publish
 from qkit.native.log.reader import not_shared
 from qkit.native.log.record import Declare, Publish, decode
 from qkit.native.log.segment import (
-    CHUNK,
     FRAME_SIZE,
     HEADER_SIZE,
+    WRITE_CHUNK_BYTES,
     Header,
     Scan,
     frame,
@@ -43,21 +43,21 @@ from qkit.native.log.segment import (
 )
 
 __all__ = [
-    "Bulk",
+    "BulkMessage",
     "BulkWriter",
     "abort",
-    "bulks",
     "check_bulk",
     "check_identity",
     "check_job",
     "commit",
     "committing",
-    "discard",
+    "completed_parts",
     "identity",
-    "parts",
     "publish",
+    "published_jobs",
     "queues_of",
     "read_bulk",
+    "remove_job",
 ]
 
 _JOB: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -67,7 +67,7 @@ _NUMBER: Final = re.compile(r"([0-9]+)")
 _LOG_ID: Final = b"qkit-bulk-file\0\0"
 
 
-class Bulk(NamedTuple):
+class BulkMessage(NamedTuple):
     """A message of a bulk file and the name of its queue, or the declaration of a queue."""
 
     queue: str
@@ -146,7 +146,7 @@ class BulkWriter:
 
     def _add(self, content: bytes) -> None:
         self._offset = frame((content,), self._header.salt, self._offset, self._parts)
-        if self._offset - self._written >= CHUNK:
+        if self._offset - self._written >= WRITE_CHUNK_BYTES:
             self._flush()
 
     def _flush(self) -> None:
@@ -188,7 +188,7 @@ class BulkWriter:
             self.abort()
 
 
-def parts(path: str | os.PathLike[str], job: str) -> set[int]:
+def completed_parts(path: str | os.PathLike[str], job: str) -> set[int]:
     """The numbers of the parts that are complete, of a job that is not published yet."""
     return {int(part.stem) for part in _staged(path, job).glob("*.seg")}
 
@@ -332,7 +332,7 @@ def _identity(directory: Path) -> str | None:
 # For the engine
 
 
-def bulks(path: Path) -> list[str]:
+def published_jobs(path: Path) -> list[str]:
     """The jobs that were published and not removed yet, in the order of their commits."""
     inbox = path / "inbox"
     if inbox.is_symlink() or not inbox.is_dir():
@@ -369,7 +369,7 @@ def _parts(path: str | os.PathLike[str], job: str) -> list[Path]:
     return sorted(files, key=lambda file: _by_number(file.name))
 
 
-def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[Bulk]:
+def read_bulk(path: str | os.PathLike[str], job: str) -> Iterator[BulkMessage]:
     """The declarations and messages of a job. Raises ``LogDamaged`` if a part is not whole."""
     for part in _parts(path, job):
         yield from _read_part(part)
@@ -424,7 +424,7 @@ def _content(data: bytes, offset: int) -> bytes:
     return data[offset + FRAME_SIZE : offset + FRAME_SIZE + length]
 
 
-def _read_part(part: Path) -> Iterator[Bulk]:
+def _read_part(part: Path) -> Iterator[BulkMessage]:
     data, found = _whole(part)
     queues: dict[int, Declare] = {}
     for offset in found.offsets:
@@ -432,12 +432,12 @@ def _read_part(part: Path) -> Iterator[Bulk]:
         record = decode(content)
         if isinstance(record, Declare):
             queues[record.queue] = record
-            yield Bulk(record.name, content, None, record.config)
+            yield BulkMessage(record.name, content, None, record.config)
         elif isinstance(record, Publish):
             queue = queues[record.queue]
-            yield Bulk(queue.name, content, record, queue.config)
+            yield BulkMessage(queue.name, content, record, queue.config)
 
 
-def discard(path: Path, job: str) -> None:
+def remove_job(path: Path, job: str) -> None:
     """Remove a published job."""
     shutil.rmtree(path / "inbox" / job, ignore_errors=True)

@@ -17,7 +17,7 @@ from qkit.errors import (
     QueueError,
     StorageError,
 )
-from qkit.native.bulk import bulks, queues_of, read_bulk
+from qkit.native.bulk import published_jobs, queues_of, read_bulk
 from qkit.native.catalogue import ALL_FIELDS
 from qkit.native.config import QueueConfig
 
@@ -45,8 +45,8 @@ async def wait_for_import(path: Path, queues: Collection[str] | None = None) -> 
         ConfigError: A file of ``queues`` declares what no queue can be; also ``InvalidName``.
     """
     faults: list[QueueError] = []
-    waiting, state, since, checked = set(bulks(path)), None, time.monotonic(), False
-    while waiting := waiting & set(bulks(path)):
+    waiting, state, since, checked = set(published_jobs(path)), None, time.monotonic(), False
+    while waiting := waiting & set(published_jobs(path)):
         now, seen = time.monotonic(), (len(waiting), _log_bytes(path))
         if seen != state:
             state, since = seen, now

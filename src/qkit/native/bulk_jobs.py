@@ -74,14 +74,14 @@ def _is_published(path: Path, name: str, job_id: str, queues: set[str]) -> bool:
 
     The inbox comes first: the engine removes a file after the log has it.
     """
-    waiting = bulk.bulks(path)
+    waiting = bulk.published_jobs(path)
     if name in waiting:
         return True
     if job_id in waiting:  # of an older version
         try:
             named = bulk.queues_of(path, job_id)
         except StorageError:
-            if job_id in bulk.bulks(path):
+            if job_id in bulk.published_jobs(path):
                 raise
             named = set[str]()  # the engine has just imported and removed it
         if named is None or named & queues:

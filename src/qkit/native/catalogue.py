@@ -10,7 +10,7 @@ from typing import Any, Final
 from qkit._internal.names import check_name
 from qkit.errors import ConfigError, QueueNotFound, Unsupported
 from qkit.native.config import QueueConfig
-from qkit.native.queue.actor import Manager, QueueActor
+from qkit.native.queue.actor import EngineHooks, QueueActor
 from qkit.native.queue.topic import Topic
 from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.journal import Journal
@@ -37,13 +37,13 @@ class Catalogue:
 
     def __init__(
         self,
-        manager: Manager,
+        hooks: EngineHooks,
         own_loop: Callable[[], asyncio.AbstractEventLoop],
         defaults: QueueConfig,
     ) -> None:
         self.channels: dict[str, QueueActor | Topic] = {}
         self.refused = 0  # because there were too many
-        self._manager = manager
+        self._hooks = hooks
         self._own_loop = own_loop
         self._defaults = defaults
         self._journal: Journal | None = None
@@ -227,7 +227,7 @@ class Catalogue:
             self._ensure(name, config, {"dead_letter": name + DEAD_LETTER_SUFFIX})
         return self.channels[name]
 
-    def letters_of(self, actor: QueueActor) -> QueueActor:
+    def dead_letter_queue_of(self, actor: QueueActor) -> QueueActor:
         """The queue of an actor's dead letters, made by need."""
         name = actor.config.dead_letter
         assert name is not None
@@ -247,7 +247,7 @@ class Catalogue:
         if self._journal is not None:
             for actor in _actors(channel):
                 assert isinstance(actor, DurableActor)
-                self._journal.delete(actor.number, actor.state.everything())
+                self._journal.delete(actor.number, actor.state.all_messages())
             if isinstance(channel, Topic):
                 self._journal.delete(channel.number, ())
         del self.channels[name], self._set[name]
@@ -289,11 +289,11 @@ class Catalogue:
     def _actor(
         self, name: str, config: QueueConfig, number: int, group: str | None = None
     ) -> QueueActor:
-        manager, loop, journal = self._manager, self._own_loop(), self._journal
+        manager, loop, journal = self._hooks, self._own_loop(), self._journal
         if journal is None:
-            return QueueActor(name, config, manager=manager, loop=loop, group=group)
+            return QueueActor(name, config, hooks=manager, loop=loop, group=group)
         return DurableActor(
-            name, config, manager=manager, loop=loop, journal=journal, number=number, group=group
+            name, config, hooks=manager, loop=loop, journal=journal, number=number, group=group
         )
 
     def _write(self, name: str, group: str | None, config: dict[str, object]) -> int:

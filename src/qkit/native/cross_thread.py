@@ -1,4 +1,4 @@
-"""Calls from other threads: carried to the loop that owns the engine, and their answers back."""
+"""Calls from other threads, run in the event loop that owns the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from qkit.errors import LifecycleError
 
-__all__ = ["Gate", "carried", "get_ident"]
+__all__ = ["LoopPortal", "callable_from_any_thread", "get_ident"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -23,22 +23,22 @@ CLOSED = "the engine is closed"
 ENDED = "the engine's event loop has ended: close the engine before the loop that opened it"
 
 
-class Gate:
-    """The way into an engine from other threads.
+class LoopPortal:
+    """Portal into the event loop of an engine, for calls from other threads.
 
     A call compares ``thread`` with its own, which costs 0.03 µs; asking for the running loop costs
-    several times as much on Python 3.11. What is not at home is carried: run as a task of the
+    several times as much on Python 3.11. A call from another thread runs as a task of the
     engine's loop, in the caller's context, while the caller awaits the answer in its own loop.
     """
 
-    __slots__ = ("_closed", "_guests", "_lock", "_loop", "thread")
+    __slots__ = ("_closed", "_lock", "_loop", "_pending_calls", "thread")
 
     def __init__(self) -> None:
-        self.thread = 0  # no thread has this number: before it is open nobody is at home
+        self.thread = 0  # no thread has this number: not open yet
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._lock = threading.Lock()  # between the look whether it is open and the call
-        self._guests: set[asyncio.Task[Any]] = set()
+        self._pending_calls: set[asyncio.Task[Any]] = set()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """This thread's loop is the engine's."""
@@ -46,11 +46,11 @@ class Gate:
         self.thread = get_ident()
 
     @property
-    def reachable(self) -> bool:
-        """Whether a call from another thread would be carried."""
+    def accepts_calls(self) -> bool:
+        """Whether a call from another thread would be run."""
         return self._loop is not None and self._loop.is_running() and not self._closed
 
-    async def carry(
+    async def run(
         self,
         call: Callable[[], Coroutine[Any, Any, T]],
         unwanted: Callable[[T], None] | None = None,
@@ -92,7 +92,7 @@ class Gate:
         loop = self._loop
         assert loop is not None
         task = loop.create_task(call(), name="qkit-call-from-another-thread")
-        self._guests.add(task)
+        self._pending_calls.add(task)
 
         def give_up(answer: Future[T]) -> None:
             if answer.cancelled():
@@ -100,7 +100,7 @@ class Gate:
                     loop.call_soon_threadsafe(task.cancel)
 
         def finish(task: asyncio.Task[T]) -> None:
-            self._guests.discard(task)
+            self._pending_calls.discard(task)
             error = _error(ENDED) if task.cancelled() else task.exception()
             # From here on the caller cannot cancel it: it finds the answer instead.
             if answer.set_running_or_notify_cancel():
@@ -115,27 +115,27 @@ class Gate:
         answer.add_done_callback(give_up)
 
     def close(self) -> bool:
-        """Let nobody in any more; whether it was open."""
+        """Accept no more calls; return whether it was open."""
         with self._lock:
             was_open, self._closed = not self._closed, True
         return was_open
 
-    async def emptied(self) -> None:
-        """Wait until everybody who came in before it was closed has an answer."""
-        guests = self._guests - {asyncio.current_task()}
-        if guests:
-            await asyncio.wait(guests)
+    async def wait_drained(self) -> None:
+        """Wait until every call that was accepted before the close has an answer."""
+        calls = self._pending_calls - {asyncio.current_task()}
+        if calls:
+            await asyncio.wait(calls)
 
 
 class _Home(Protocol):
     @property
-    def gate(self) -> Gate: ...
+    def portal(self) -> LoopPortal: ...
 
 
 H = TypeVar("H", bound=_Home)
 
 
-def carried(
+def callable_from_any_thread(
     method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[H, P], Coroutine[Any, Any, T]]:
     """Make a method safe to await in any thread. Its cost is a coroutine more.
@@ -146,10 +146,10 @@ def carried(
 
     @functools.wraps(method)
     async def wherever(self: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        gate = self.gate
-        if get_ident() == gate.thread:
+        portal = self.portal
+        if get_ident() == portal.thread:
             return await method(self, *args, **kwargs)
-        return await gate.carry(functools.partial(method, self, *args, **kwargs))
+        return await portal.run(functools.partial(method, self, *args, **kwargs))
 
     return wherever
 

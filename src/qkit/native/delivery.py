@@ -8,7 +8,7 @@ from qkit.errors import MessageNotFound
 from qkit.message import Reason
 from qkit.native.cross_thread import get_ident
 from qkit.native.queue.actor import QueueActor
-from qkit.native.queue.stored_message import Stored
+from qkit.native.queue.stored_message import StoredMessage
 
 __all__ = ["Delivery"]
 
@@ -20,7 +20,7 @@ class Delivery:
 
     __slots__ = ("_actor", "_message", "_token", "retry_count")
 
-    def __init__(self, actor: QueueActor, message: Stored) -> None:
+    def __init__(self, actor: QueueActor, message: StoredMessage) -> None:
         self._actor = actor
         self._message = message
         self._token = message.state
@@ -67,8 +67,8 @@ class Delivery:
         but would come again if the engine were killed before there is space on the disk.
         """
         actor = self._actor
-        if get_ident() != actor.gate.thread:
-            await actor.gate.carry(self.ack)
+        if get_ident() != actor.portal.thread:
+            await actor.portal.run(self.ack)
             return
         actor.ack(self._token if self._token > 0 else self._settled())
         self._token = _SETTLED
@@ -77,8 +77,8 @@ class Delivery:
 
     async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
         """Give the message back, or up: with ``requeue=False``, or when no retry is left."""
-        if get_ident() != self._actor.gate.thread:
-            return await self._actor.gate.carry(lambda: self.nack(requeue))
+        if get_ident() != self._actor.portal.thread:
+            return await self._actor.portal.run(lambda: self.nack(requeue))
         token = self._token if self._token > 0 else self._settled()
         actor, attempt = self._actor, self.retry_count + 1
         limit = actor.config.max_deliveries
@@ -96,12 +96,12 @@ class Delivery:
 
     async def extend(self, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        if get_ident() != self._actor.gate.thread:
-            await self._actor.gate.carry(lambda: self.extend(seconds))
+        if get_ident() != self._actor.portal.thread:
+            await self._actor.portal.run(lambda: self.extend(seconds))
             return
         self._actor.extend(self._token if self._token > 0 else self._settled(), seconds)
 
-    def give_back(self) -> None:
+    def release_uncharged(self) -> None:
         """Nobody will ever settle it: the message goes back with no attempt charged."""
         if self.held and self._actor.lost is None:
             self._actor.release(self._token, count_attempt=False)

@@ -1,9 +1,9 @@
 """The native engine: queues and topics inside this process, without a broker.
 
-It is the manager of the queues, whose names are in ``catalogue.py``: it moves messages in and out,
-dead letters between them, and closes them.
-It belongs to the event loop that opened it, and whatever is awaited elsewhere is carried there: see
-``cross_thread.py``. With a directory it is durable: see ``storage/journal.py`` and ``log/log.py``.
+It holds the queues, whose names are in ``catalogue.py``: it moves messages in and out, dead letters
+between them, and closes them. It belongs to the event loop that opened it; calls from other threads
+run in that loop: see ``cross_thread.py``. With a directory it is durable: see
+``storage/journal.py`` and ``log/log.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import builtins  # Engine.list hides the type
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
@@ -32,24 +32,24 @@ from qkit.errors import (
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
-from qkit.native.cross_thread import Gate, carried, get_ident
+from qkit.native.cross_thread import LoopPortal, callable_from_any_thread, get_ident
 from qkit.native.delivery import Delivery
 from qkit.native.log.disk import Disk
 from qkit.native.log.record import Publish
 from qkit.native.queue.actor import QueueActor
 from qkit.native.queue.consumers import DEFAULT_PREFETCH, Consumer, Consumers
-from qkit.native.queue.dead_message import Dead
+from qkit.native.queue.dead_message import DeadMessage
 from qkit.native.queue.topic import Topic
 from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange
-from qkit.native.storage.journal import Arrival, Journal
+from qkit.native.storage.journal import Journal, PendingMessage
 from qkit.native.storage.storage import Fsync, Storage
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger("qkit.native")
 
-RESTORED_AT_ONCE: Final = 1_000
+RESTORE_BATCH_SIZE: Final = 1_000
 MEMORY_LIMIT: Final = 64 << 20
 UNLIMITED: Final = QueueConfig(max_deliveries=None)
 
@@ -73,7 +73,7 @@ class Engine:
 
     def __init__(self, *, clock: Clock | None = None, defaults: QueueConfig | None = None) -> None:
         self.clock: Clock = clock if clock is not None else SystemClock()
-        self.gate = Gate()
+        self.portal = LoopPortal()
         self._now = self.clock.monotonic
         self._loop: asyncio.AbstractEventLoop | None = None
         self._storage: Storage | None = None
@@ -127,7 +127,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         replay = await storage.recover()
         self._loop, self._storage, self._journal = loop, storage, storage.journal
-        self.gate.open(loop)
+        self.portal.open(loop)
         try:
             actors = self.catalogue.restore(replay, storage.journal)
             if replay.orphans:
@@ -135,14 +135,14 @@ class Engine:
                 logger.warning("queues whose declaration was lost have new names: %s", names)
             recovered, storage.recovered = storage.recovered, []
             for at, message in enumerate(recovered):
-                if at % RESTORED_AT_ONCE == 0:
+                if at % RESTORE_BATCH_SIZE == 0:
                     await asyncio.sleep(0)  # others have the loop too
                 actor = actors.get(message.queue)
                 if actor is not None:
                     actor.restore(message)
             for actor in actors.values():
                 actor.resume()
-            storage.start(self.catalogue.numbers, self.take_inbox)
+            storage.start(self.catalogue.numbers, self.import_bulk_files)
         except BaseException:
             await self.aclose()
             raise
@@ -180,7 +180,7 @@ class Engine:
         self._entered = True
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self.gate.open(self._loop)
+            self.portal.open(self._loop)
         return self
 
     async def __aexit__(
@@ -193,11 +193,11 @@ class Engine:
 
     async def aclose(self) -> None:
         """Close every queue, let parked consumers go, write what is pending; idempotent."""
-        if get_ident() != self.gate.thread and (self._closed or self.gate.reachable):
+        if get_ident() != self.portal.thread and (self._closed or self.portal.accepts_calls):
             with contextlib.suppress(LifecycleError):  # it is closed already
-                await self.gate.carry(self.aclose)
+                await self.portal.run(self.aclose)
             return
-        was_open, self._closed = self.gate.close(), True
+        was_open, self._closed = self.portal.close(), True
         for channel in self._channels.values():
             channel.close("the engine was closed")
         for actor in self.catalogue.all_actors():
@@ -207,7 +207,7 @@ class Engine:
         if self._storage is not None:
             await self._storage.close()
         if was_open and self._loop is asyncio.get_running_loop():
-            await self.gate.emptied()
+            await self.portal.wait_drained()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         """The engine's loop, which must be the running one. Not asked for each message."""
@@ -223,7 +223,7 @@ class Engine:
 
     # Queues
 
-    @carried
+    @callable_from_any_thread
     async def create(
         self,
         name: str,
@@ -264,7 +264,7 @@ class Engine:
         self.catalogue.create(name, config)
         await self.written()
 
-    @carried
+    @callable_from_any_thread
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
         if self._journal is not None:
@@ -272,35 +272,35 @@ class Engine:
             if written is not None:
                 await written
 
-    @carried
+    @callable_from_any_thread
     async def delete(self, name: str) -> None:
         """Delete a queue with all that is in it; its dead letters stay."""
         self.catalogue.delete(name)
         await self.written()
 
-    @carried
+    @callable_from_any_thread
     async def list(self) -> builtins.list[str]:
         """The names of all queues and topics, sorted."""
         return sorted(self._channels)
 
-    @carried
+    @callable_from_any_thread
     async def stats(self, name: str) -> QueueStats:
         """A queue's figures now; a topic's are the sums of its groups'."""
         return self.catalogue.find(name, "stats").stats()
 
-    @carried
+    @callable_from_any_thread
     async def peek(self, name: str, limit: int = 1) -> builtins.list[Envelope]:
         """The next messages in order of delivery, delayed ones last; nothing is consumed."""
         return self.catalogue.find(name, "peek").peek(limit)
 
-    @carried
+    @callable_from_any_thread
     async def purge(self, name: str) -> int:
         """Delete every message that no consumer holds; return how many."""
         removed = sum(actor.purge() for actor in self.catalogue.actors(name, "purge"))
         await self.written()
         return removed
 
-    @carried
+    @callable_from_any_thread
     async def remove(self, name: str, ids: Collection[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
         removed = sum(actor.remove(ids) for actor in self.catalogue.actors(name, "remove"))
@@ -309,7 +309,7 @@ class Engine:
 
     # Consumers
 
-    @carried
+    @callable_from_any_thread
     async def register(
         self,
         queue: str,
@@ -329,7 +329,7 @@ class Engine:
         if actor.members.register(consumer, prefetch):
             actor.consumers += 1
 
-    @carried
+    @callable_from_any_thread
     async def unregister(self, queue: str, consumer: str, *, group: str | None = None) -> None:
         """Forget a consumer; what it holds goes back with no attempt charged.
 
@@ -345,12 +345,12 @@ class Engine:
             )
         actor.members.unregister(consumer)
         actor.consumers -= 1
-        actor.dismiss(consumer)
+        actor.wake_consumer(consumer)
         for token in actor.state.held_by(consumer):
             actor.release(token, count_attempt=False)
         await self.written()
 
-    @carried
+    @callable_from_any_thread
     async def consumers(self, queue: str) -> builtins.list[Consumer]:
         """The consumers of a queue, or of every group of a topic."""
         found: builtins.list[Consumer] = []
@@ -360,22 +360,22 @@ class Engine:
             found += [subscriber.listed() for subscriber in actor.subscribed]
         return found
 
-    @carried
-    async def take_inbox(self) -> int:
-        """Take in the bulk files that other processes published; return how many messages.
+    @callable_from_any_thread
+    async def import_bulk_files(self) -> int:
+        """Import the bulk files that other processes published; return the number of messages.
 
         A running engine looks for them every second by itself. Queues that do not exist are
         created. Raises ``LogDamaged`` for a file that is not whole.
         """
-        return await self.storage.take_in(self.catalogue.of_bulk_file, self._admit)
+        return await self.storage.import_bulk_files(self.catalogue.of_bulk_file, self._admit)
 
     def _admit(self, messages: builtins.list[tuple[DurableActor, int, Publish]]) -> None:
         for actor, seq, message in messages:
-            actor.take_in(seq, message)
+            actor.import_message(seq, message)
         for actor in {actor for actor, _, _ in messages}:
             actor.resume()
 
-    @carried
+    @callable_from_any_thread
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
         """What the log of a durable engine still tells of a message, oldest first.
 
@@ -405,42 +405,27 @@ class Engine:
         (``None``: for ever). Raises ``QueueNotFound``, ``QueueFull``, ``InvalidPriority``,
         ``ValueError`` unless delay < ttl, and ``StorageError`` if the disk refused it.
         """
-        if get_ident() != self.gate.thread:
-            return await self.gate.carry(
-                partial(  # no closure: it would make each of these dearer for everyone
-                    self.publish,
-                    queue,
-                    body,
-                    priority,
-                    delay=delay,
-                    ttl=ttl,
-                    headers=headers,
-                    key=key,
-                    message_id=message_id,
-                    wait=wait,
-                )
-            )
-        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if not isinstance(body, bytes):
             raise InvalidBody(f"a body is bytes, not {type(body).__name__}", queue=queue)
+        if wait != 0 or get_ident() != self.portal.thread:
+            publish = partial(  # no closure: it would make every publish slower
+                self.publish,
+                queue,
+                body,
+                priority,
+                delay=delay,
+                ttl=ttl,
+                headers=headers,
+                key=key,
+                message_id=message_id,
+            )
+            if get_ident() != self.portal.thread:
+                return await self.portal.run(partial(publish, wait=wait))
+            _times(0.0, delay, ttl)  # what cannot be need not wait
+            return await self._publish_after_wait(queue, wait, publish)
+        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
         if message_id is None:
             message_id = new_id()
-        if wait != 0:
-            _times(0.0, delay, ttl)  # what cannot be need not wait
-            await channel.room(wait)
-            try:
-                return await self.publish(
-                    queue,
-                    body,
-                    priority,
-                    delay=delay,
-                    ttl=ttl,
-                    headers=headers,
-                    key=key,
-                    message_id=message_id,
-                )
-            finally:
-                channel.offer()
         now = self._now()
         due = expires = None
         if delay is not None or ttl is not None:
@@ -454,14 +439,25 @@ class Engine:
                 if isinstance(channel, DurableActor):
                     position = await self._journal.publish_one(channel, *values)
                 else:
-                    (position,) = await self._journal.publish((self.arrival(channel, *values),))
+                    (position,) = await self._journal.publish((self.reserve(channel, *values),))
             except BaseException:
-                channel.offer()  # its place, if it had one, is free again
+                channel.wake_capacity_waiters()  # its place, if it had one, is free again
                 raise
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
-    def arrival(
+    async def _publish_after_wait(
+        self, queue: str, wait: float | None, publish: Callable[[], Awaitable[Sent]]
+    ) -> Sent:
+        """Publish when the queue has capacity, or after ``wait`` seconds (``None``: no limit)."""
+        channel = self.catalogue.find(queue, "publish")
+        await channel.wait_for_capacity(wait)
+        try:
+            return await publish()
+        finally:
+            channel.wake_capacity_waiters()
+
+    def reserve(
         self,
         channel: QueueActor | Topic,
         id: str,
@@ -471,8 +467,8 @@ class Engine:
         priority: int | None,
         due: float | None,
         expires: float | None,
-    ) -> Arrival:
-        """A message for ``put_all``: every queue that gets it has a place for it from now on."""
+    ) -> PendingMessage:
+        """Reserve a place in every queue that gets a message; for ``publish_reserved``."""
         actors: builtins.list[DurableActor] = []
         targets, headers = channel.targets(headers)
         try:
@@ -484,17 +480,19 @@ class Engine:
             for actor in actors:
                 actor.state.unreserve()
             raise
-        return Arrival(id, body, headers, key, priority, due, expires, actors)
+        return PendingMessage(id, body, headers, key, priority, due, expires, actors)
 
-    async def put_all(self, arrivals: Sequence[Arrival]) -> builtins.list[int | None]:
+    async def publish_reserved(
+        self, pending: Sequence[PendingMessage]
+    ) -> builtins.list[int | None]:
         """Write messages to the log, then add them to their queues; their positions."""
         assert self._journal is not None
         try:
-            return await self._journal.publish(arrivals)
+            return await self._journal.publish(pending)
         except BaseException:
-            for arrival in arrivals:  # their places are free again
-                for actor in arrival.actors:
-                    actor.offer()
+            for message in pending:  # their places are free again
+                for actor in message.actors:
+                    actor.wake_capacity_waiters()
             raise
 
     async def consume(
@@ -513,17 +511,17 @@ class Engine:
         topic, ``group`` says whose share. Raises ``QueueNotFound``, and ``SubscriptionLost`` if
         the queue is deleted or the engine closed meanwhile.
         """
-        if get_ident() != self.gate.thread:
-            return await self.gate.carry(
+        if get_ident() != self.portal.thread:
+            return await self.portal.run(
                 partial(self.consume, queue, timeout, ack_deadline, consumer, group=group),
-                unwanted=_give_back,
+                unwanted=_release_uncharged,
             )
         actor = self._channels.get(queue)
         if not isinstance(actor, QueueActor):
             actor = self.catalogue.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
         members = None if consumer is None else actor.registered(consumer)
-        while members is None or consumer is None or members.room(consumer):
+        while members is None or consumer is None or members.has_capacity(consumer):
             claimed = actor.claim(self._now(), 1, lease, consumer)
             if not claimed:
                 break
@@ -550,8 +548,8 @@ class Engine:
                 while True:
                     # Once registered it must stay so: this raises when it was unregistered.
                     members = members or actor.registered(consumer)
-                    if consumer is not None and members and not members.room(consumer):
-                        actor.nudge()  # perhaps it was woken for a message that others can take
+                    if consumer is not None and members and not members.has_capacity(consumer):
+                        actor.pass_wakeup_on()  # it may have been woken for a message
                         await members.wait(consumer)
                     elif claimed := actor.claim(self._now(), 1, lease, consumer):
                         delivery = Delivery(actor, claimed[0])
@@ -561,7 +559,7 @@ class Engine:
                         place = await actor.park(loop.create_future(), consumer, place=place)
                     actor.check_lost("consume")
         except ConsumerNotFound:
-            actor.nudge()
+            actor.pass_wakeup_on()
             raise
         except TimeoutError:  # perhaps one came at the very end
             actor.check_lost("consume")
@@ -577,7 +575,7 @@ class Engine:
         """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
         self._callbacks.append(callback)
 
-    def route(self, actor: QueueActor, dead: builtins.list[Dead]) -> None:
+    def route(self, actor: QueueActor, dead: builtins.list[DeadMessage]) -> None:
         """Move messages that died to their queue's dead letters; no queue knows another."""
         at = self.clock.time()
         offset = at - self._now()
@@ -593,9 +591,11 @@ class Engine:
             )
             if actor.config.dead_letter is None:
                 actor.state.dropped += 1
-                actor.forget((message,))
+                actor.on_removed((message,))
             else:
-                actor.bury(message, self.catalogue.letters_of(actor), letter.to_envelope())
+                actor.move_to_dead_letters(
+                    message, self.catalogue.dead_letter_queue_of(actor), letter.to_envelope()
+                )
                 actor.state.dead_lettered += 1
             _tell(self._callbacks, letter)
 
@@ -608,7 +608,7 @@ class Engine:
         for envelope in envelopes:
             _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
 
-    @carried
+    @callable_from_any_thread
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
         """The dead letters of a queue, in their queue's order."""
         letters = self._letters(name)
@@ -616,7 +616,7 @@ class Engine:
             return []
         return [DeadLetter.from_envelope(item, channel=name) for item in letters.peek(limit)]
 
-    @carried
+    @callable_from_any_thread
     async def retry_dead_letters(self, name: str, ids: Collection[str] | None = None) -> int:
         """Publish dead letters again, all unless ``ids`` names some; return how many.
 
@@ -642,9 +642,9 @@ class Engine:
         if self._journal is None:
             channel.put(self._now(), *values)
         else:
-            await self.put_all([self.arrival(channel, *values)])
+            await self.publish_reserved([self.reserve(channel, *values)])
 
-    @carried
+    @callable_from_any_thread
     async def purge_dead_letters(self, name: str) -> int:
         """Delete the dead letters of a queue; return how many."""
         letters = self._letters(name)
@@ -658,9 +658,9 @@ class Engine:
         return channel if isinstance(channel, QueueActor) else None
 
 
-def _give_back(delivery: Delivery | None) -> None:
+def _release_uncharged(delivery: Delivery | None) -> None:
     if delivery is not None:
-        delivery.give_back()
+        delivery.release_uncharged()
 
 
 def _tell(callbacks: builtins.list[Callable[[DeadLetter], None]], letter: DeadLetter) -> None:

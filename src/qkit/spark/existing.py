@@ -13,7 +13,7 @@ from qkit._internal.logging import logger
 from qkit.backend import Admin, Backend, QueueSpec
 from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable, QueueNotFound
-from qkit.native.bulk import bulks
+from qkit.native.bulk import published_jobs
 from qkit.native.bulk_import import wait_for_import
 from qkit.native.log.reader import channels
 from qkit.spark.options import Plan
@@ -86,7 +86,7 @@ def _not_found(plan: Plan, backend: str) -> QueueNotFound:
 def check_directory(plan: Plan) -> Path:
     """Return the native directory. Raises ``QueueNotFound`` if an engine was never there."""
     path = Path(native_path(plan))
-    if not (path / "log").is_dir() and not bulks(path):
+    if not (path / "log").is_dir() and not published_jobs(path):
         raise _not_found(plan, "native")
     return path
 
@@ -114,7 +114,7 @@ async def import_waiting(plan: Plan) -> None:
         ConfigError: A bulk file declares this channel in a way that is refused.
     """
     path = check_directory(plan)
-    if not bulks(path):
+    if not published_jobs(path):
         return
     backend = open_backend(plan.settings, SystemClock())
     try:

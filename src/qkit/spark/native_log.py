@@ -11,10 +11,10 @@ from qkit._internal.ids import new_id
 from qkit._internal.loop_thread import LoopThread
 from qkit.errors import StorageError
 from qkit.message import Envelope
-from qkit.native.bulk import bulks
-from qkit.native.log.reader import Follower, Piece, Place, read_piece
+from qkit.native.bulk import published_jobs
+from qkit.native.log.reader import LogPosition, LogRange, LogReader, read_range
 from qkit.native.log.record import Publish
-from qkit.native.log.retention import is_kept, keep
+from qkit.native.log.retention import is_retained, retain
 from qkit.spark import rows
 from qkit.spark.existing import check_directory, exists_in_log, import_waiting
 from qkit.spark.options import Plan
@@ -38,10 +38,10 @@ class NativeLog:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._path = Path(native_path(plan))
-        self._follower = Follower(self._path, plan.queue)
+        self._follower = LogReader(self._path, plan.queue)
         self._kept: tuple[int, float] | None = None  # the segment, and when that was said
-        self._seen: tuple[dict[str, Any], Place, frozenset[int]] | None = None
-        self._last: Place | None = None  # for who asks for what is there now, and no more
+        self._seen: tuple[dict[str, Any], LogPosition, frozenset[int]] | None = None
+        self._last: LogPosition | None = None  # for who asks for what is there now, and no more
 
     def initial(self) -> dict[str, Any]:
         """Where a new stream begins; from here on nothing is taken away from it.
@@ -52,16 +52,16 @@ class NativeLog:
         exists_in_log(self._plan)
         name = f"spark-{new_id()}"
         self._keep(name, 0, new=True)
-        start, queues = Place(), frozenset[int]()
+        start, queues = LogPosition(), frozenset[int]()
         if self._plan.starting == "latest":
-            chosen = self._follower.choose(start, queues)
+            chosen = self._follower.plan(start, queues)
             start, queues = chosen.end, chosen.queues
         return _offset(name, start, queues)
 
     def limit_to_available(self) -> None:
         """From now on read only what is available now."""
         self._import()
-        self._last = self._follower.choose(Place(), frozenset()).end
+        self._last = self._follower.plan(LogPosition(), frozenset()).end
 
     def latest(self, start: Mapping[str, Any], limit: int | None) -> dict[str, Any]:
         """An end for the next batch, or ``start`` if there is nothing new.
@@ -75,16 +75,16 @@ class NativeLog:
         if self._seen is None or self._seen[0] != start:
             self._seen = dict(start), _place(start), _queues(start)
         _, place, queues = self._seen
-        chosen = self._follower.choose(place, queues, limit, stop=self._last)
+        chosen = self._follower.plan(place, queues, limit, stop=self._last)
         if chosen.messages == 0 and chosen.end.segment == _place(start).segment:
             self._seen = dict(start), chosen.end, chosen.queues
             return dict(start)
         return _offset(str(start["reader"]), chosen.end, chosen.queues)
 
-    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[Piece]:
+    def ranges(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> list[LogRange]:
         """What tasks are to read."""
         self._keep(str(start["reader"]), _place(start).segment)
-        return self._follower.choose(_place(start), _queues(start), stop=_place(end)).pieces
+        return self._follower.plan(_place(start), _queues(start), stop=_place(end)).ranges
 
     def commit(self, end: Mapping[str, Any]) -> None:
         """What lies before is not asked for again."""
@@ -96,7 +96,7 @@ class NativeLog:
     def _import(self) -> None:
         """What was committed in bulk before now is in the log when this returns."""
         check_directory(self._plan)
-        if bulks(self._path):
+        if published_jobs(self._path):
             with LoopThread("qkit-spark") as loop:
                 loop.call(lambda: import_waiting(self._plan))
 
@@ -108,7 +108,7 @@ class NativeLog:
             and now < self._kept[1] + REFRESH_SECONDS
         ):
             return
-        if self._kept is None and not new and not is_kept(self._path, name):
+        if self._kept is None and not new and not is_retained(self._path, name):
             raise StorageError(
                 "this stream was away for longer than its retention, and the log was not kept for "
                 "it: begin anew with another checkpoint, and set option('retention', seconds)",
@@ -116,13 +116,13 @@ class NativeLog:
                 operation="read",
                 queue=self._plan.channel,
             )
-        keep(self._path, name, segment, until=now + self._plan.retention)
+        retain(self._path, name, segment, until=now + self._plan.retention)
         self._kept = segment, now
 
 
-def read(plan: Plan, piece: Piece) -> Iterator[pa.RecordBatch]:
+def read(plan: Plan, piece: LogRange) -> Iterator[pa.RecordBatch]:
     """In a task: the rows of a piece."""
-    found = (_envelope(message) for message in read_piece(native_path(plan), piece))
+    found = (_envelope(message) for message in read_range(native_path(plan), piece))
     return rows.batches(found, plan)
 
 
@@ -139,13 +139,13 @@ def _envelope(message: Publish) -> Envelope:
     )
 
 
-def _offset(reader: str, place: Place, queues: frozenset[int]) -> dict[str, Any]:
+def _offset(reader: str, place: LogPosition, queues: frozenset[int]) -> dict[str, Any]:
     known = ",".join(map(str, sorted(queues)))
     return {"reader": reader, "segment": place.segment, "offset": place.offset, "queues": known}
 
 
-def _place(offset: Mapping[str, Any]) -> Place:
-    return Place(int(offset["segment"]), int(offset["offset"]))
+def _place(offset: Mapping[str, Any]) -> LogPosition:
+    return LogPosition(int(offset["segment"]), int(offset["offset"]))
 
 
 def _queues(offset: Mapping[str, Any]) -> frozenset[int]:

@@ -18,7 +18,7 @@ from qkit._internal.logging import logger
 from qkit.backend import Log
 from qkit.backends.factory import open_backend
 from qkit.errors import BackendUnavailable
-from qkit.native.log.reader import Piece
+from qkit.native.log.reader import LogRange
 from qkit.spark import broker_log, native_log, staging
 from qkit.spark.broker_log import BrokerLog, Span
 from qkit.spark.native_log import NativeLog
@@ -121,7 +121,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """In a task."""
         value = partition.value
-        if isinstance(value, Piece):
+        if isinstance(value, LogRange):
             return native_log.read(self._plan, value)
         if isinstance(value, Span):
             return broker_log.read(self._plan, value)

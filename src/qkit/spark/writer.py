@@ -141,7 +141,7 @@ class _Writer:
         """Publish what the tasks wrote; whether it counts."""
         path, plan = Path(native_path(self._plan)), self._plan
         job, staged, parts = done[0].job, done[0].staged, {task.part for task in done}
-        missing = parts - bulk.parts(path, staged)
+        missing = parts - bulk.completed_parts(path, staged)
         if missing:
             raise StorageError(
                 f"{len(missing)} of {len(parts)} parts that tasks have written are not in "

@@ -10,8 +10,8 @@ from typing import Any, Self, TypeVar, Unpack, cast, overload
 
 from qkit._internal.coroutines import returns_coroutine
 from qkit.backends.capability_matrix import MATRIX
-from qkit.backends.factory import queue_defaults
 from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.factory import queue_defaults
 from qkit.errors import QueueNotFound
 from qkit.handlers.channel import Channel
 from qkit.handlers.registry import Handler

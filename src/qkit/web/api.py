@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from qkit._internal.validation import describe_errors
 from qkit.admin.dead_letters import MAX_LISTED, DeadLetters
 from qkit.admin.views import DeadLetterView, MessageView
 from qkit.errors import QueueError, QueueNotFound
@@ -288,11 +289,7 @@ class Api:
         try:
             return model.model_validate_json(b"".join(parts))
         except ValidationError as error:
-            problems = [
-                f"{'.'.join(map(str, item['loc'])) or 'the request'}: {item['msg']}"
-                for item in error.errors(include_url=False, include_input=False)[:5]
-            ]
-            raise HTTPException(422, "; ".join(problems)) from None
+            raise HTTPException(422, describe_errors(error, "the request")) from None
 
 
 async def reject_unknown_input(endpoint: Endpoint, request: Request) -> None:

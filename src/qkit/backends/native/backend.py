@@ -5,63 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 from qkit._internal.clock import Clock
-from qkit.backend import (
-    Capabilities,
-    Delivery,
-    QueueSpec,
-    QueueStats,
-    SubscriptionSpec,
-    Support,
-)
-from qkit.errors import (
-    AckDeadlineExceeded,
-    BackendUnavailable,
-    ConfigError,
-    MessageNotFound,
-    PartialSend,
-    QueueError,
-    StorageError,
-    SubscriptionLost,
-)
+from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.native.subscription import NativeSubscription
+from qkit.errors import BackendUnavailable, ConfigError, PartialSend, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.config import QueueConfig
 from qkit.native.engine import Engine
-from qkit.native.queue.actor import QueueActor, envelope_of
-from qkit.native.queue.consumers import Consumer
-from qkit.native.queue.stored_message import Stored
-from qkit.native.storage.journal import Arrival
+from qkit.native.storage.journal import PendingMessage
 
-__all__ = ["NativeBackend", "NativeSubscription"]
+__all__ = ["NativeBackend"]
 
-_T = TypeVar("_T")
-
-TURN: Final = 50  # how far a queue may run ahead of its consumers before they get a turn
-
-MEMORY: Final = Capabilities(
-    durable=Support.UNSUPPORTED,
-    redelivery=Support.NATIVE,
-    counts_crashes=Support.NATIVE,
-    lease=Support.NATIVE,
-    priority=Support.NATIVE,
-    delay=Support.NATIVE,
-    ttl=Support.NATIVE,
-    topics=Support.NATIVE,
-    key_order=Support.EMULATED,
-    dead_letters=Support.NATIVE,
-    prefetch=Support.NATIVE,
-    depth=Support.NATIVE,
-    peek=Support.NATIVE,
-    purge=Support.NATIVE,
-    delete=Support.NATIVE,
-    position=Support.NATIVE,
-    replicas=Support.UNSUPPORTED,
-    batch=Support.EMULATED,
-)
-DURABLE: Final = replace(MEMORY, durable=Support.NATIVE)
+MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
 
 
 class NativeBackend:
@@ -82,7 +40,7 @@ class NativeBackend:
     """
 
     name: str = "native"
-    capabilities: Capabilities = MEMORY
+    capabilities: Capabilities = MATRIX["native-memory"]
 
     def __init__(
         self,
@@ -102,7 +60,7 @@ class NativeBackend:
         )
         self._engine = engine or Engine(clock=clock, defaults=self._defaults)
         if self._engine.durable:
-            self.capabilities = DURABLE
+            self.capabilities = MATRIX["native-durable"]
         self._clock: Clock = self._engine.clock
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
@@ -159,16 +117,16 @@ class NativeBackend:
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         channel = self._engine.catalogue.find(queue, "publish")
-        if channel.backlog >= TURN:
+        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
             # Nothing below waits for anything, so a loop of sends would starve its own consumers:
             # let them have a turn to fetch and one to work for as many as they usually take.
-            for _ in range(2 * -(-len(envelopes) // TURN)):
+            for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
                 await asyncio.sleep(0)
             channel = self._engine.catalogue.find(queue, "publish")  # or it was deleted meanwhile
         now = self._clock.monotonic()
         offset = self._clock.time() - now  # wall time less monotonic time
         results: list[Sent | QueueError] = []
-        arrivals: list[Arrival] | None = [] if self._engine.durable else None
+        pending: list[PendingMessage] | None = [] if self._engine.durable else None
         failed = False
         for item in envelopes:
             due, expires = item.not_before, item.expires_at
@@ -182,16 +140,16 @@ class NativeBackend:
                 None if expires is None else expires - offset,
             )
             try:
-                if arrivals is None:
+                if pending is None:
                     results.append(Sent(item.id, channel.put(now, *values)))
                 else:
-                    arrivals.append(self._engine.arrival(channel, *values))
+                    pending.append(self._engine.reserve(channel, *values))
                     results.append(Sent(item.id))
             except QueueError as error:
                 failed = True
                 results.append(error.located(backend=self.name))
-        if arrivals:
-            positions = iter(await self._engine.put_all(arrivals))
+        if pending:
+            positions = iter(await self._engine.publish_reserved(pending))
             results = [
                 item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
                 for item in results
@@ -219,7 +177,7 @@ class NativeBackend:
             actor.subscribed.remove(subscription)
             actor.consumers -= 1
             await subscription.stop()
-            subscription.give_back()
+            subscription.release_uncharged()
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the engine is open and can be written to."""
@@ -278,204 +236,3 @@ class NativeBackend:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
         self._engine.on_dropped_letter(callback)
-
-
-class NativeSubscription:
-    """A live claim on a queue of the engine: at most ``prefetch`` unsettled deliveries."""
-
-    __slots__ = (
-        "_actor",
-        "_blocked",
-        "_clock",
-        "_consumer",
-        "_held",
-        "_lease",
-        "_parked",
-        "_prefetch",
-        "_stopped",
-    )
-
-    def __init__(self, actor: QueueActor, spec: SubscriptionSpec, clock: Clock) -> None:
-        self._actor = actor
-        self._clock = clock
-        self._consumer = spec.consumer
-        self._prefetch = spec.prefetch
-        self._lease = _or(spec.ack_deadline, actor.config.ack_deadline)
-        self._held: set[int] = set()
-        self._parked: set[asyncio.Future[None]] = set()  # waiting for a message
-        self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
-        self._stopped = False
-
-    async def receive(self, limit: int) -> list[Delivery]:
-        """Up to ``limit`` deliveries as soon as there are any; none once stopped.
-
-        Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
-        """
-        if self._actor.woken and not self._stopped:
-            # Others were woken for what is there. Who asks again and again without a pause would
-            # take it all before they come to it.
-            await asyncio.sleep(0)
-        place = 0
-        while not self._stopped:
-            self._actor.check_lost("receive")
-            free = min(limit, self._prefetch - len(self._held))
-            if free > 0:
-                try:
-                    claimed = self._actor.claim(
-                        self._clock.monotonic(), free, self._lease, self._consumer
-                    )
-                except StorageError as error:
-                    raise self._refused(error) from error
-                if claimed:
-                    tokens = [message.state for message in claimed]
-                    self._held.update(tokens)
-                    if self._actor.durable:
-                        tokens, claimed = await self._prepare(tokens, claimed)
-                    return self._deliveries(tokens, claimed)
-                place = await self._wait(self._parked, place)
-            else:
-                # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
-                await self._wait(self._blocked)
-        self._actor.nudge()  # perhaps it was woken for a message just before it was stopped
-        return []
-
-    async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
-        waiter = asyncio.get_running_loop().create_future()
-        among.add(waiter)
-        try:
-            if among is self._parked:
-                return await self._actor.park(waiter, self._consumer, place=place)
-            await waiter
-            return place
-        finally:
-            among.discard(waiter)
-
-    async def _prepare(
-        self, tokens: list[int], claimed: list[Stored]
-    ) -> tuple[list[int], list[Stored]]:
-        """Wait until what was claimed may be handed out; without what was lost meanwhile."""
-        try:
-            await self._actor.prepare(claimed)
-        except BaseException as error:
-            self._held.difference_update(tokens)
-            if isinstance(error, StorageError):
-                raise self._refused(error) from error
-            raise
-        kept = [pair for pair in zip(tokens, claimed, strict=True) if pair[1].state == pair[0]]
-        return [token for token, _ in kept], [message for _, message in kept]
-
-    def _refused(self, error: StorageError) -> SubscriptionLost:
-        return SubscriptionLost(
-            f"nothing can be delivered, the disk refuses to record it: {error.message}",
-            backend="native",
-            operation="receive",
-            queue=self._actor.name,
-        )
-
-    def _deliveries(self, tokens: list[int], claimed: list[Stored]) -> list[Delivery]:
-        clock, name, lease = self._clock, self._actor.name, self._lease
-        offset = clock.time() - clock.monotonic()
-        return [
-            Delivery(envelope_of(message, offset), name, token, lease)
-            for token, message in zip(tokens, claimed, strict=True)
-        ]
-
-    def listed(self) -> Consumer:
-        """How the engine lists this consumer."""
-        return Consumer(
-            consumer=self._consumer,
-            prefetch=self._prefetch,
-            in_flight=len(self._held),
-            group=self._actor.group,
-        )
-
-    async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message."""
-        token = _token(delivery)
-        try:
-            self._actor.ack(token)
-        except AckDeadlineExceeded as error:
-            raise self._lost(token, delivery, error) from None
-        self._settled(delivery, token)
-        if self._actor.durable:
-            await self._actor.written()
-
-    async def release(
-        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
-    ) -> None:
-        """Give the message back with the envelope's headers, after ``delay`` seconds."""
-        token = _token(delivery)
-        headers = dict(delivery.envelope.headers)
-        try:
-            self._actor.release(token, delay, count_attempt=count_attempt, headers=headers)
-        except AckDeadlineExceeded as error:
-            raise self._lost(token, delivery, error) from None
-        self._settled(delivery, token)
-        if self._actor.durable:
-            await self._actor.written()
-
-    async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """Move the end of the lease to ``seconds`` from now."""
-        token = _token(delivery)
-        try:
-            self._actor.extend(token, seconds)
-        except AckDeadlineExceeded as error:
-            raise self._lost(token, delivery, error) from None
-
-    async def stop(self) -> None:
-        """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
-        self._stopped = True
-        self._wake_blocked()
-        for waiter in self._parked:
-            self._actor.unpark(waiter)
-
-    def refresh(self) -> None:
-        """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
-        self._held = {token for token in self._held if self._actor.state.holds(token)}
-        self._wake_blocked()
-
-    def abandon(self) -> None:
-        """The consumer is gone without a word: its leases end now, its attempts stay counted."""
-        held, self._held = self._held, set()
-        self._actor.abandon(held)
-
-    def give_back(self) -> None:
-        """Release what is still held, without charging an attempt."""
-        held, self._held = self._held, set()
-        for token in held:
-            if self._actor.state.holds(token):
-                self._actor.release(token, count_attempt=False)
-
-    def _settled(self, delivery: Delivery, token: int) -> None:
-        delivery.receipt = None
-        self._held.discard(token)
-        if self._blocked:
-            self._wake_blocked()
-
-    def _lost(
-        self, token: int, delivery: Delivery, error: AckDeadlineExceeded
-    ) -> AckDeadlineExceeded:
-        self._held.discard(token)
-        self._wake_blocked()
-        error.located(backend="native", message_id=delivery.envelope.id)
-        return error
-
-    def _wake_blocked(self) -> None:
-        for waiter in self._blocked:
-            if not waiter.done():
-                waiter.set_result(None)
-
-
-def _token(delivery: Delivery) -> int:
-    if not isinstance(delivery.receipt, int):
-        raise MessageNotFound(
-            "this delivery was settled before: settle each one once",
-            backend="native",
-            queue=delivery.queue,
-            message_id=delivery.envelope.id,
-        )
-    return delivery.receipt
-
-
-def _or(value: _T | None, default: _T) -> _T:
-    return default if value is None else value

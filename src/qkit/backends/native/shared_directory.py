@@ -15,7 +15,8 @@ from typing import Final, TypeAlias
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
-from qkit.backends.native.backend import MEMORY, NativeBackend
+from qkit.backends.capability_matrix import MATRIX
+from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.backend import SocketBackend
 from qkit.backends.native.socket.server.server import SocketServer
@@ -23,11 +24,11 @@ from qkit.errors import BackendUnavailable
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.engine import Engine
 
-__all__ = ["SOCKET", "SharedBackend"]
+__all__ = ["SOCKET", "SharedDirectoryBackend"]
 
 SOCKET: Final = "socket"  # the file's name in the directory
-AGAIN: Final = 0.05  # seconds between two tries to own the directory or to reach who does
-AGAIN_AFTER_FAULT: Final = 1.0  # the same after an error that will hardly go away so soon
+RETRY_INTERVAL_SECONDS: Final = 0.05  # between attempts to own the directory or to connect
+RETRY_AFTER_ERROR_SECONDS: Final = 1.0  # the same after an unexpected error
 
 Own: TypeAlias = Callable[[], Awaitable[tuple[NativeBackend, Engine]]]
 
@@ -51,7 +52,7 @@ class _Role:
                 await self.engine.aclose()
 
 
-class SharedBackend:
+class SharedDirectoryBackend:
     """``Backend`` and ``Admin`` on a directory, wherever its owner is.
 
     ``own`` opens the directory in this process, and raises ``locked`` while another has it. When
@@ -70,7 +71,7 @@ class SharedBackend:
         *,
         locked: type[Exception],
         clock: Clock | None = None,
-        capabilities: Capabilities = MEMORY,
+        capabilities: Capabilities = MATRIX["native-memory"],
         patience: float = 3.0,
         start_timeout: float = 10.0,
         max_frame: int = protocol.MAX_FRAME,
@@ -88,7 +89,7 @@ class SharedBackend:
         self._role: _Role | None = None
         self._reached = asyncio.Event()  # there is a role
         self._broken = asyncio.Event()  # there was one
-        self._keeper: asyncio.Task[None] | None = None
+        self._role_task: asyncio.Task[None] | None = None
         self.capabilities = capabilities
 
     @property
@@ -100,20 +101,20 @@ class SharedBackend:
 
     async def start(self) -> None:
         """Own the directory or reach its owner; ``BackendUnavailable`` if neither works in time."""
-        if self._keeper is not None:
+        if self._role_task is not None:
             return
-        await self._reach(within=self._start_timeout)
-        self._keeper = asyncio.create_task(self._keep(), name="qkit native directory")
+        await self._own_or_connect(within=self._start_timeout)
+        self._role_task = asyncio.create_task(self._role_loop(), name="qkit native directory")
 
     async def declare(self, spec: QueueSpec) -> None:
         """Make sure the queue exists, now and under every later owner."""
-        await (await self._now("declare", spec.name)).declare(spec)
+        await (await self._current_backend("declare", spec.name)).declare(spec)
         if not spec.passive:
             self._specs[spec.name] = spec
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order; returns once the owner has accepted every one."""
-        return await (await self._now("publish", queue)).publish(queue, envelopes)
+        return await (await self._current_backend("publish", queue)).publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
         """Claim messages; the claim ends with ``SubscriptionLost`` when its owner dies."""
@@ -121,20 +122,20 @@ class SharedBackend:
 
     @asynccontextmanager
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[Subscription, None]:
-        backend = await self._now("subscribe", spec.queue)
+        backend = await self._current_backend("subscribe", spec.queue)
         async with backend.subscribe(spec) as subscription:
             yield subscription
 
     async def ping(self) -> None:
         """Prove that the owner answers, or raise ``BackendUnavailable``."""
-        await (await self._now("ping")).ping()
+        await (await self._current_backend("ping")).ping()
 
     async def aclose(self) -> None:
         """Hand the directory over, or leave its owner; idempotent."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()  # once: what it is opening must come to its end, or keeps the lock
-            await asyncio.wait({keeper})
+        task, self._role_task = self._role_task, None
+        if task is not None:
+            task.cancel()  # once: what it is opening must come to its end, or keeps the lock
+            await asyncio.wait({task})
         role, self._role = self._role, None
         self._reached.clear()
         self._broken.clear()
@@ -145,27 +146,27 @@ class SharedBackend:
 
     async def queues(self) -> list[str]:
         """The names of all queues and topics of the directory."""
-        return await (await self._now("queues")).queues()
+        return await (await self._current_backend("queues")).queues()
 
     async def stats(self, queue: str) -> QueueStats:
         """The queue's figures now; a topic's are the sums of its groups'."""
-        return await (await self._now("stats", queue)).stats(queue)
+        return await (await self._current_backend("stats", queue)).stats(queue)
 
     async def peek(self, queue: str, limit: int) -> list[Envelope]:
         """The next messages in order of delivery, delayed ones last."""
-        return await (await self._now("peek", queue)).peek(queue, limit)
+        return await (await self._current_backend("peek", queue)).peek(queue, limit)
 
     async def purge(self, queue: str) -> int:
         """Delete every message that no consumer holds; return how many."""
-        return await (await self._now("purge", queue)).purge(queue)
+        return await (await self._current_backend("purge", queue)).purge(queue)
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         """Delete these messages unless a consumer holds them; return how many were there."""
-        return await (await self._now("remove", queue)).remove(queue, ids)
+        return await (await self._current_backend("remove", queue)).remove(queue, ids)
 
     async def delete(self, queue: str) -> None:
         """Delete the queue with all that is in it, also for later owners."""
-        await (await self._now("delete", queue)).delete(queue)
+        await (await self._current_backend("delete", queue)).delete(queue)
         self._specs.pop(queue, None)
 
     # DeadLetterSource and DroppedLetterSource
@@ -184,16 +185,18 @@ class SharedBackend:
 
     # Finding a role
 
-    async def _now(self, operation: str, queue: str | None = None) -> NativeBackend | SocketBackend:
+    async def _current_backend(
+        self, operation: str, queue: str | None = None
+    ) -> NativeBackend | SocketBackend:
         """Whatever this process is now; waits a little while it finds out."""
-        if self._role is None and self._keeper is not None:
+        if self._role is None and self._role_task is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._patience):
                     await self._reached.wait()
         if self._role is None:
             raise BackendUnavailable(
                 f"{self._path} has no owner that can be reached now: try again"
-                if self._keeper is not None
+                if self._role_task is not None
                 else "the backend is not open: start it first",
                 backend=self.name,
                 operation=operation,
@@ -201,19 +204,19 @@ class SharedBackend:
             )
         return self._role.backend
 
-    async def _keep(self) -> None:
+    async def _role_loop(self) -> None:
         while True:
             await self._broken.wait()
             self._broken.clear()
-            await self._reach()
+            await self._own_or_connect()
 
-    async def _reach(self, within: float | None = None) -> None:
+    async def _own_or_connect(self, within: float | None = None) -> None:
         """Try until there is a role; with ``within``, until then, or until something is wrong."""
         loop = asyncio.get_running_loop()
         deadline = None if within is None else loop.time() + within
         while True:
             try:
-                await self._settle_in(await self._try())
+                await self._restore_declarations(await self._try())
             except (BackendUnavailable, TimeoutError, self._locked) as error:
                 if deadline is not None and loop.time() >= deadline:
                     raise BackendUnavailable(
@@ -222,12 +225,12 @@ class SharedBackend:
                         backend=self.name,
                         operation="start",
                     ) from error
-                await asyncio.sleep(AGAIN)
+                await asyncio.sleep(RETRY_INTERVAL_SECONDS)
             except Exception:
                 if deadline is not None:
                     raise
                 logger.exception("%s cannot be opened; trying again", self._path)
-                await asyncio.sleep(AGAIN_AFTER_FAULT)
+                await asyncio.sleep(RETRY_AFTER_ERROR_SECONDS)
             else:
                 return
 
@@ -260,7 +263,7 @@ class SharedBackend:
             raise
         return role
 
-    async def _settle_in(self, role: _Role) -> None:
+    async def _restore_declarations(self, role: _Role) -> None:
         """Bring along what this process has declared and listens to."""
         try:
             for callback in self._callbacks:

@@ -1,6 +1,6 @@
 """Writing records: the contents that ``record.decode`` reads.
 
->>> from qkit.native.record import decode
+>>> from qkit.native.log.record import decode
 >>> decode(encode_publish(1, 7, "0190", b"{}", priority=9)).body
 b'{}'
 """
@@ -16,15 +16,16 @@ from qkit.errors import PayloadTooLarge
 from qkit.native.log.record import (
     ACK,
     BULK,
-    BURY,
+    BULK_IMPORT,
+    BULK_IMPORT_LAYOUT,
     CLAIM,
+    DEAD_LETTER_MOVE,
     DECLARATION,
     DECLARE,
     DELETE,
     EXTENDED,
     FANOUT,
     GROUPED,
-    INBOX,
     KEYED,
     MAX_CONTENT,
     MESSAGE,
@@ -33,25 +34,24 @@ from qkit.native.log.record import (
     ONE_SEQ,
     PUBLISH,
     QUEUE,
+    QUEUE_SEQ,
+    QUEUE_SEQ_OFFSET,
     RELEASE,
-    RELEASING,
+    RELEASE_LAYOUT,
     REMOVE,
     REPLACED,
-    TAKEN,
     TARGETS,
-    WHOSE,
-    WHOSE_AT,
     RecordError,
 )
 
 __all__ = [
     "encode_ack",
-    "encode_bury",
+    "encode_bulk_import",
     "encode_claim",
+    "encode_dead_letter_move",
     "encode_declare",
     "encode_delete",
     "encode_fanout",
-    "encode_inbox",
     "encode_publish",
     "encode_release",
     "encode_remove",
@@ -185,14 +185,14 @@ def renumbered(
 ) -> bytes:
     """The content of a message as one for these (queue, seq) targets, one or several.
 
-    ``bulk``: whether it counts only if an ``Inbox`` follows; else that stays as it is.
+    ``bulk``: whether it counts only if a ``BulkImport`` follows; else that stays as it is.
 
-    >>> from qkit.native.record import decode
+    >>> from qkit.native.log.record import decode
     >>> decode(renumbered(encode_publish(1, 1, "0190", b"{}"), [(7, 9)])).queue
     7
     """
     content = bytearray(publish)
-    WHOSE.pack_into(content, WHOSE_AT, *targets[0])
+    QUEUE_SEQ.pack_into(content, QUEUE_SEQ_OFFSET, *targets[0])
     if bulk is not None:
         content[1] = content[1] | BULK if bulk else content[1] & ~BULK
     one = bytes(content)
@@ -236,18 +236,18 @@ def encode_release(
 ) -> bytes:
     """A message was given back; ``headers``, also empty ones, replace its own."""
     flags = 0 if headers is None else REPLACED
-    head = _packed(RELEASING.pack, RELEASE, flags, queue, seq, attempt, due)
+    head = _packed(RELEASE_LAYOUT.pack, RELEASE, flags, queue, seq, attempt, due)
     return head + _pack_headers(headers) if headers else head
 
 
-def encode_bury(queue: int, seq: int, letter: bytes) -> bytes:
+def encode_dead_letter_move(queue: int, seq: int, letter: bytes) -> bytes:
     """A message left ``queue``; ``letter`` is the ``encode_publish`` of its dead letter."""
-    return _sized(_packed(ONE_SEQ.pack, BURY, queue, seq) + letter)
+    return _sized(_packed(ONE_SEQ.pack, DEAD_LETTER_MOVE, queue, seq) + letter)
 
 
-def encode_inbox(name: str, first: int, last: int) -> bytes:
+def encode_bulk_import(name: str, first: int, last: int) -> bytes:
     """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``."""
-    return _packed(TAKEN.pack, INBOX, first, last) + name.encode()
+    return _packed(BULK_IMPORT_LAYOUT.pack, BULK_IMPORT, first, last) + name.encode()
 
 
 def _packed(pack: Callable[..., bytes], *values: object) -> bytes:

@@ -31,7 +31,7 @@ from qkit.native.log.segment import (
     write_segment,
 )
 from qkit.native.log.tail import Position, Tail
-from qkit.native.log.writer import Done, Fsync, Writer, read_only
+from qkit.native.log.writer import AppendCallback, Fsync, Writer, read_only
 
 __all__ = [
     "Entry",
@@ -40,11 +40,11 @@ __all__ = [
     "Position",
     "Rewrite",
     "positions",
-    "tidying",
+    "storage_errors",
 ]
 
 SEGMENT_BYTES: Final = 64 << 20
-OPEN_FILES: Final = 32  # segments kept open for reading
+MAX_OPEN_FILES: Final = 32  # segments kept open for reading
 READ_AHEAD: Final = 4096  # most records are not longer
 
 
@@ -227,20 +227,20 @@ class Log:
             elif error is not None:
                 future.set_exception(error)
 
-        self.append_then(contents, done)
+        self.append_with_callback(contents, done)
         return future
 
-    def append_then(self, contents: Sequence[bytes], done: Done) -> None:
+    def append_with_callback(self, contents: Sequence[bytes], done: AppendCallback) -> None:
         """As ``append``; ``done`` is called in the loop, in the order of the appends.
 
-        Records may be added to ``contents`` as long as ``turn`` is what it was.
+        Records may be added to ``contents`` as long as ``group_number`` is what it was.
         """
         writer = self._writer or self._running()
         if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
             _check(contents)
         writer.append(contents, done)
 
-    def append_nowait(self, contents: Sequence[bytes], done: Done | None = None) -> None:
+    def append_nowait(self, contents: Sequence[bytes], done: AppendCallback | None = None) -> None:
         """Add records of what has happened: they keep their place in the order.
 
         They are written with the next group, and synced with the next that is, after
@@ -296,21 +296,21 @@ class Log:
         return self._tail is not None and self._tail.broken is not None
 
     @property
-    def owed(self) -> int:
+    def deferred_records(self) -> int:
         """How many records of ``append_nowait`` a full disk has put off."""
-        return 0 if self._writer is None else self._writer.owed
+        return 0 if self._writer is None else self._writer.deferred_records
 
     @property
-    def turn(self) -> int:
+    def group_number(self) -> int:
         """Which group is being collected: until it changes, a batch in it may still grow."""
-        return 0 if self._writer is None else self._writer.turn
+        return 0 if self._writer is None else self._writer.group_number
 
     @property
     def groups(self) -> int:
         """How many groups were written."""
         return 0 if self._writer is None else self._writer.groups
 
-    # Reading back and tidying
+    # Reading back and maintenance
 
     def read(self, segment: int, offset: int) -> bytes:
         """The content at a place, checked. Blocking, for any thread.
@@ -337,7 +337,7 @@ class Log:
             if header is None:
                 self._disk.close_file(fd)
                 raise damaged(f"the header of segment {segment} cannot be read")
-            if len(self._readers) >= OPEN_FILES:
+            if len(self._readers) >= MAX_OPEN_FILES:
                 for other in self._readers:
                     if other not in self._pinned:
                         self._forget(other)
@@ -389,7 +389,7 @@ class Log:
         for number in sorted(segments):
             with self._lock:
                 self._forget(number)
-            with tidying("remove"):
+            with storage_errors("remove"):
                 self._disk.unlink(name_of(number))
             # One by one: of removals that are not on the disk yet, a power loss keeps any. The
             # end of a message must not go before the message.
@@ -405,7 +405,7 @@ class Log:
         with self._lock:
             header = self._reader(segment)[1]
         header = header._replace(generation=header.generation + 1)
-        with tidying("rewrite"):
+        with storage_errors("rewrite"):
             name, fd, offsets = write_segment(self._disk, header, contents, sealed=True)
             try:
                 self._disk.sync(fd)
@@ -419,20 +419,20 @@ class Log:
     def install(self, rewrite: Rewrite) -> None:
         """Put a rewritten segment in place, for good when this returns. Blocking, for any thread.
 
-        ``read`` goes on in the old one until ``switch``. Raises ``StorageError``.
+        ``read`` goes on in the old one until ``activate_rewrite``. Raises ``StorageError``.
         """
-        with self._lock, tidying("install"):
+        with self._lock, storage_errors("install"):
             self._pinned.add(rewrite.number)
             self._reader(rewrite.number)
             self._disk.rename(rewrite.name, name_of(rewrite.number))
         self._sync_directory("install")
 
-    def drop(self, rewrite: Rewrite) -> None:
+    def discard_rewrite(self, rewrite: Rewrite) -> None:
         """Remove a rewritten segment that is not wanted after all. Blocking, for any thread."""
-        with tidying("drop"):
+        with storage_errors("drop"):
             self._disk.unlink(rewrite.name)
 
-    def switch(self, segment: int) -> None:
+    def activate_rewrite(self, segment: int) -> None:
         """From now on places are those of the installed segment."""
         with self._lock:
             self._pinned.discard(segment)
@@ -475,8 +475,8 @@ class Log:
 
 
 @contextmanager
-def tidying(operation: str) -> Generator[None]:
-    """What the disk refuses here is a ``StorageError``, and nothing has changed."""
+def storage_errors(operation: str) -> Generator[None]:
+    """Raise ``StorageError`` for an ``OSError``; nothing has changed then."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
 """Reading the log from outside, by places: a range of it says the same whenever it is read.
 
 A place is a segment and an offset in it. Records count where they stand, but for those of a bulk
-file: they count once its INBOX is further on, and not at all if it never comes. So no end is
+file: they count once its BULK_IMPORT is further on, and not at all if it never comes. So no end is
 chosen behind one that is not decided yet. Segments that a reader has asked for are never rewritten
 (``retention.py``), which is what keeps its places valid.
 """
@@ -19,25 +19,25 @@ from typing import Final, NamedTuple
 from qkit.errors import StorageError
 from qkit.native.log.record import (
     BULK,
-    BURY,
+    BULK_IMPORT,
+    DEAD_LETTER_MOVE,
     DECLARE,
     DELETE,
     FANOUT,
-    INBOX,
     ONE_SEQ,
     PUBLISH,
+    QUEUE_SEQ,
+    QUEUE_SEQ_OFFSET,
     TARGETS,
-    WHOSE,
-    WHOSE_AT,
-    Bury,
+    BulkImport,
+    DeadLetterMove,
     Declare,
     Delete,
     Fanout,
-    Inbox,
     Publish,
     decode,
 )
-from qkit.native.log.retention import exchanging
+from qkit.native.log.retention import retention_lock
 from qkit.native.log.segment import (
     FRAME_SIZE,
     HEADER_SIZE,
@@ -51,32 +51,32 @@ from qkit.native.log.segment import (
 )
 
 __all__ = [
-    "Chosen",
-    "Follower",
     "Imported",
-    "Piece",
-    "Place",
+    "LogPosition",
+    "LogRange",
+    "LogReader",
+    "ReadPlan",
     "channels",
     "imported",
     "log_id",
     "not_shared",
-    "read_piece",
+    "read_range",
 ]
 
-WINDOW: Final = 4 << 20  # bytes read at once
-PIECE: Final = 4 << 20  # bytes of the log after which a batch is cut for another task
+READ_WINDOW_BYTES: Final = 4 << 20  # bytes read at once
+MAX_RANGE_BYTES: Final = 4 << 20  # bytes of the log after which a batch is cut for another task
 
-Range = tuple[int, int]  # the first and last number of a bulk file's messages
+SeqRange = tuple[int, int]  # the first and last number of a bulk file's messages
 
 
-class Place(NamedTuple):
-    """Where a record begins; all before it was read. ``Place()`` is before everything."""
+class LogPosition(NamedTuple):
+    """Where a record begins; all before it was read. ``LogPosition()`` is before everything."""
 
     segment: int = 0
     offset: int = 0
 
 
-class Piece(NamedTuple):
+class LogRange(NamedTuple):
     """A part of one segment, for one task to read: what it needs to know goes with it."""
 
     log: bytes  # the log's id
@@ -85,39 +85,39 @@ class Piece(NamedTuple):
     start: int
     end: int
     queues: tuple[int, ...]
-    bulks: tuple[Range, ...]  # the bulk messages that count
+    bulks: tuple[SeqRange, ...]  # the bulk messages that count
 
 
-class Chosen(NamedTuple):
+class ReadPlan(NamedTuple):
     """What was found from a place on: its end, how many messages, the channel's queues by then."""
 
-    end: Place
+    end: LogPosition
     messages: int
     queues: frozenset[int]
-    pieces: list[Piece]
+    ranges: list[LogRange]
 
 
-class Follower:
+class LogReader:
     """The log of a directory as far as one channel is concerned; no process need own it.
 
-    >>> Follower("nowhere", "orders").choose(Place(), frozenset(), 100).messages
+    >>> LogReader("nowhere", "orders").plan(LogPosition(), frozenset(), 100).messages
     0
     """
 
     def __init__(self, path: str | os.PathLike[str], channel: str) -> None:
         self._log = Path(path) / "log"
         self._channel = channel
-        self._bulks: list[Range] = []  # those that were taken in whole
-        self._looked = Place()  # up to where they are known
+        self._bulks: list[SeqRange] = []  # those that were taken in whole
+        self._looked = LogPosition()  # up to where they are known
 
-    def choose(
+    def plan(
         self,
-        start: Place,
+        start: LogPosition,
         queues: frozenset[int],
         limit: int | None = None,
         *,
-        stop: Place | None = None,
-    ) -> Chosen:
+        stop: LogPosition | None = None,
+    ) -> ReadPlan:
         """Go from ``start`` over at most ``limit`` messages, or up to ``stop``.
 
         ``queues`` are the numbers that the channel is known to have had before ``start``. All that
@@ -144,13 +144,13 @@ class Follower:
                     raise damaged(f"segment {number} cannot be read at {found.end.offset}")
             if not going:
                 break
-        return Chosen(found.end, found.count, frozenset(found.queues), found.pieces)
+        return ReadPlan(found.end, found.count, frozenset(found.queues), found.ranges)
 
     def _walk(
         self, segment: _Segment, begin: int, stop: int | None, found: _Found, limit: int | None
     ) -> bool:
         """Through one segment; whether to go on with the next."""
-        bulks: set[Range] = set()
+        bulks: set[SeqRange] = set()
         cut = place = begin
         going = True
         for _, after, content in segment.records(begin, stop):
@@ -159,7 +159,7 @@ class Follower:
                 record = decode(content)
                 if isinstance(record, Declare) and record.name == self._channel:
                     found.queues.add(record.queue)
-            elif (whose := _message_of(content, kind)) is not None:
+            elif (whose := _queue_and_seq(content, kind)) is not None:
                 queue, seq, bulk = whose
                 if bulk:
                     range_ = self._range_of(seq)
@@ -176,15 +176,15 @@ class Follower:
                         break
                     found.count += 1
             place = after
-            if after - cut >= PIECE:
+            if after - cut >= MAX_RANGE_BYTES:
                 found.add(segment, cut, after, bulks)
                 cut = after
         if place > cut:
             found.add(segment, cut, place, bulks)
-        found.end = Place(segment.header.number, place)
+        found.end = LogPosition(segment.header.number, place)
         return going
 
-    def _range_of(self, seq: int) -> Range | None:
+    def _range_of(self, seq: int) -> SeqRange | None:
         """The bulk file, taken in whole, that brought a message; looks further if need be."""
         if not self._bulks or seq > self._bulks[-1][1]:
             self._look_ahead()
@@ -194,7 +194,7 @@ class Follower:
         return None
 
     def _is_open(self, seq: int) -> bool:
-        """Whether its INBOX may still come: files are taken in one after the other."""
+        """Whether its BULK_IMPORT may still come: files are taken in one after the other."""
         return not self._bulks or seq > self._bulks[-1][1]
 
     def _look_ahead(self) -> None:
@@ -205,27 +205,29 @@ class Follower:
             begin = self._looked.offset if number == self._looked.segment else HEADER_SIZE
             with _opened(self._log, number) as segment:
                 for _, after, content in segment.records(begin):
-                    if content[0] == INBOX:
+                    if content[0] == BULK_IMPORT:
                         record = decode(content)
-                        if isinstance(record, Inbox):
+                        if isinstance(record, BulkImport):
                             insort(self._bulks, (record.first, record.last))
                     begin = after
-            self._looked = Place(number, begin)
+            self._looked = LogPosition(number, begin)
 
 
 class _Found:
     """What a walk has come to so far."""
 
-    def __init__(self, end: Place, queues: set[int]) -> None:
+    def __init__(self, end: LogPosition, queues: set[int]) -> None:
         self.end = end
         self.queues = queues
         self.count = 0
-        self.pieces: list[Piece] = []
+        self.ranges: list[LogRange] = []
 
-    def add(self, segment: _Segment, start: int, end: int, bulks: set[Range]) -> None:
+    def add(self, segment: _Segment, start: int, end: int, bulks: set[SeqRange]) -> None:
         number, generation, log = segment.header
         queues = tuple(sorted(self.queues))
-        self.pieces.append(Piece(log, number, generation, start, end, queues, tuple(sorted(bulks))))
+        self.ranges.append(
+            LogRange(log, number, generation, start, end, queues, tuple(sorted(bulks)))
+        )
 
 
 class _Segment:
@@ -243,7 +245,7 @@ class _Segment:
             at = offset - base
             length = frame_length(data[at : at + FRAME_SIZE], salt, offset)
             if length is None or at + length > len(data):
-                more = os.pread(self.fd, max(WINDOW, length or 0), offset)
+                more = os.pread(self.fd, max(READ_WINDOW_BYTES, length or 0), offset)
                 if len(more) <= len(data) - at:
                     return
                 data, base = more, offset
@@ -270,34 +272,34 @@ def _opened(log: Path, number: int) -> Generator[_Segment]:
         os.close(fd)
 
 
-def read_piece(path: str | os.PathLike[str], piece: Piece) -> Iterator[Publish]:
+def read_range(path: str | os.PathLike[str], log_range: LogRange) -> Iterator[Publish]:
     """The messages of a piece, in their order.
 
     Raises ``StorageError`` if the segment was rewritten since, or this is another directory than
     the one in which the piece was chosen, and ``LogDamaged``.
     """
-    queues, place = set(piece.queues), piece.start
-    if log_id(path) != piece.log:
+    queues, place = set(log_range.queues), log_range.start
+    if log_id(path) != log_range.log:
         raise not_shared(path)
-    with _opened(Path(path) / "log", piece.segment) as segment:
-        if segment.header.generation != piece.generation:
-            raise _gone(piece.segment)
-        for _, after, content in segment.records(piece.start, piece.end):
+    with _opened(Path(path) / "log", log_range.segment) as segment:
+        if segment.header.generation != log_range.generation:
+            raise _gone(log_range.segment)
+        for _, after, content in segment.records(log_range.start, log_range.end):
             place = after
-            whose = _message_of(content, content[0])
+            whose = _queue_and_seq(content, content[0])
             if whose is None or whose[0] not in queues:
                 continue
-            if whose[2] and not any(first <= whose[1] <= last for first, last in piece.bulks):
+            if whose[2] and not any(first <= whose[1] <= last for first, last in log_range.bulks):
                 continue
             record = decode(content)
             if isinstance(record, Publish):
                 yield record
             elif isinstance(record, Fanout):
                 yield record.message
-            elif isinstance(record, Bury):
+            elif isinstance(record, DeadLetterMove):
                 yield record.letter
-    if place != piece.end:
-        raise damaged(f"segment {piece.segment} cannot be read at {place}")
+    if place != log_range.end:
+        raise damaged(f"segment {log_range.segment} cannot be read at {place}")
 
 
 class Imported(NamedTuple):
@@ -310,14 +312,14 @@ class Imported(NamedTuple):
 def imported(path: str | os.PathLike[str], jobs: Collection[str]) -> dict[str, Imported]:
     """Return those of the bulk files that the log says were imported. Reads the whole log."""
     log = Path(path) / "log"
-    ranges: dict[str, Range] = {}
+    ranges: dict[str, SeqRange] = {}
     names: dict[int, str] = {}
-    with exchanging(Path(path)):
-        for content in _contents(log, (DECLARE, INBOX)):
+    with retention_lock(Path(path)):
+        for content in _contents(log, (DECLARE, BULK_IMPORT)):
             record = decode(content)
             if isinstance(record, Declare):
                 names[record.queue] = record.name
-            elif isinstance(record, Inbox) and record.name in jobs:
+            elif isinstance(record, BulkImport) and record.name in jobs:
                 ranges[record.name] = record.first, record.last
         found = {
             job: Imported(max(0, last - first + 1), set()) for job, (first, last) in ranges.items()
@@ -325,18 +327,18 @@ def imported(path: str | os.PathLike[str], jobs: Collection[str]) -> dict[str, I
         if not any(job.messages for job in found.values()):
             return found
         for content in _contents(log, (PUBLISH, FANOUT)):
-            whose = _message_of(content, content[0])
-            assert whose is not None
+            found_in = _queue_and_seq(content, content[0])
+            assert found_in is not None
             for job, (first, last) in ranges.items():
-                if first <= whose[1] <= last and whose[0] in names:
-                    found[job].queues.add(names[whose[0]])
+                if first <= found_in[1] <= last and found_in[0] in names:
+                    found[job].queues.add(names[found_in[0]])
     return found
 
 
 def channels(path: str | os.PathLike[str]) -> set[str]:
     """Return the names of the queues and topics that the log tells of. Reads the whole log."""
     names: dict[int, str] = {}
-    with exchanging(Path(path)):
+    with retention_lock(Path(path)):
         for content in _contents(Path(path) / "log", (DECLARE, DELETE)):
             record = decode(content)
             if isinstance(record, Declare):
@@ -349,7 +351,7 @@ def channels(path: str | os.PathLike[str]) -> set[str]:
 def log_id(path: str | os.PathLike[str]) -> bytes | None:
     """Return the random id of a directory's log; ``None`` if there is no log."""
     log = Path(path) / "log"
-    with exchanging(Path(path)):
+    with retention_lock(Path(path)):
         for number in _segments(log):
             with _opened(log, number) as segment:
                 return segment.header.log_id
@@ -382,17 +384,17 @@ def not_shared(path: str | os.PathLike[str]) -> StorageError:
     )
 
 
-def _message_of(content: bytes, kind: int) -> tuple[int, int, bool] | None:
+def _queue_and_seq(content: bytes, kind: int) -> tuple[int, int, bool] | None:
     """Queue and number of the message that a record brings, and whether it is a bulk file's."""
     if kind == PUBLISH:
         at = 0
     elif kind == FANOUT:
-        at = TARGETS.size + WHOSE.size * int.from_bytes(content[1:3], "little")
-    elif kind == BURY:
+        at = TARGETS.size + QUEUE_SEQ.size * int.from_bytes(content[1:3], "little")
+    elif kind == DEAD_LETTER_MOVE:
         at = ONE_SEQ.size
     else:
         return None
-    queue, seq = WHOSE.unpack_from(content, at + WHOSE_AT)
+    queue, seq = QUEUE_SEQ.unpack_from(content, at + QUEUE_SEQ_OFFSET)
     return queue, seq, bool(content[at + 1] & BULK)
 
 

@@ -20,12 +20,12 @@ from qkit.errors import QueueError
 __all__ = [
     "MAX_CONTENT",
     "Ack",
-    "Bury",
+    "BulkImport",
     "Claim",
+    "DeadLetterMove",
     "Declare",
     "Delete",
     "Fanout",
-    "Inbox",
     "Publish",
     "Record",
     "RecordError",
@@ -45,27 +45,27 @@ FANOUT: Final = 4
 CLAIM: Final = 5
 ACK: Final = 6
 RELEASE: Final = 7
-BURY: Final = 8
+DEAD_LETTER_MOVE: Final = 8
 REMOVE: Final = 9
-INBOX: Final = 10
+BULK_IMPORT: Final = 10
 
 EXTENDED: Final = 1  # PUBLISH: the rare fields follow
 KEYED: Final = 2  # PUBLISH: there is a key, perhaps an empty one
-BULK: Final = 4  # PUBLISH: of a bulk file, and counts only if its INBOX follows
+BULK: Final = 4  # PUBLISH: of a bulk file, and counts only if its BULK_IMPORT follows
 REPLACED: Final = 1  # RELEASE: headers follow, else they stay as they were
 GROUPED: Final = 1  # DECLARE: one group's share of a topic
 
 MESSAGE: Final = struct.Struct("<BBIQBdH")  # type, flags, queue, seq, priority, at, id bytes
-WHOSE: Final = struct.Struct("<IQ")  # its queue and seq
-WHOSE_AT: Final = 2
+QUEUE_SEQ: Final = struct.Struct("<IQ")  # its queue and seq
+QUEUE_SEQ_OFFSET: Final = 2
 MESSAGE_EXTRA: Final = struct.Struct("<ddIHI")  # due, expires, attempt, key bytes, header bytes
 DECLARATION: Final = struct.Struct("<BBIHH")  # type, flags, queue, name bytes, group bytes
 QUEUE: Final = struct.Struct("<BI")  # type, queue
 ONE_SEQ: Final = struct.Struct("<BIQ")  # type, queue, seq
 ONE_CLAIM: Final = struct.Struct("<BIQI")  # type, queue, seq, attempt
-RELEASING: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
+RELEASE_LAYOUT: Final = struct.Struct("<BBIQId")  # type, flags, queue, seq, attempt, due
 TARGETS: Final = struct.Struct("<BH")  # type, targets
-TAKEN: Final = struct.Struct("<BQQ")  # type, first seq, last seq
+BULK_IMPORT_LAYOUT: Final = struct.Struct("<BQQ")  # type, first seq, last seq
 
 
 class RecordError(QueueError, ValueError):
@@ -146,7 +146,7 @@ class Release(NamedTuple):
     headers: dict[str, str] | None
 
 
-class Bury(NamedTuple):
+class DeadLetterMove(NamedTuple):
     """A message left its queue and its dead letter entered another, in one step."""
 
     queue: int
@@ -161,7 +161,7 @@ class Remove(NamedTuple):
     seqs: tuple[int, ...]
 
 
-class Inbox(NamedTuple):
+class BulkImport(NamedTuple):
     """A bulk file was taken in whole, by the bulk messages ``first`` to ``last``; never again."""
 
     name: str
@@ -170,7 +170,16 @@ class Inbox(NamedTuple):
 
 
 Record: TypeAlias = (
-    Declare | Delete | Publish | Fanout | Claim | Ack | Release | Bury | Remove | Inbox
+    Declare
+    | Delete
+    | Publish
+    | Fanout
+    | Claim
+    | Ack
+    | Release
+    | DeadLetterMove
+    | Remove
+    | BulkImport
 )
 
 
@@ -258,19 +267,19 @@ def _decode_seqs(content: bytes) -> tuple[int, tuple[int, ...]]:
 
 
 def _decode_release(content: bytes) -> Release:
-    _, flags, queue, seq, attempt, due = RELEASING.unpack_from(content)
-    headers = _unpack_headers(content[RELEASING.size :]) if flags & REPLACED else None
+    _, flags, queue, seq, attempt, due = RELEASE_LAYOUT.unpack_from(content)
+    headers = _unpack_headers(content[RELEASE_LAYOUT.size :]) if flags & REPLACED else None
     return Release(queue, seq, attempt, due, headers)
 
 
-def _decode_inbox(content: bytes) -> Inbox:
-    _, first, last = TAKEN.unpack_from(content)
-    return Inbox(content[TAKEN.size :].decode(), first, last)
+def _decode_bulk_import(content: bytes) -> BulkImport:
+    _, first, last = BULK_IMPORT_LAYOUT.unpack_from(content)
+    return BulkImport(content[BULK_IMPORT_LAYOUT.size :].decode(), first, last)
 
 
-def _decode_bury(content: bytes) -> Bury:
+def _decode_dead_letter_move(content: bytes) -> DeadLetterMove:
     _, queue, seq = ONE_SEQ.unpack_from(content)
-    return Bury(queue, seq, decode_publish(content, ONE_SEQ.size))
+    return DeadLetterMove(queue, seq, decode_publish(content, ONE_SEQ.size))
 
 
 _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
@@ -281,7 +290,7 @@ _DECODERS: Final[dict[int, Callable[[bytes], Record]]] = {
     CLAIM: _decode_claim,
     ACK: lambda content: Ack(*_decode_seqs(content)),
     RELEASE: _decode_release,
-    BURY: _decode_bury,
+    DEAD_LETTER_MOVE: _decode_dead_letter_move,
     REMOVE: lambda content: Remove(*_decode_seqs(content)),
-    INBOX: _decode_inbox,
+    BULK_IMPORT: _decode_bulk_import,
 }

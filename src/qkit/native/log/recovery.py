@@ -147,7 +147,7 @@ class Recovery:
         if header is None:
             words = "the header is unreadable or another log's"
             self._lost([Damage("damaged", number, 0, len(data), words)])
-            self._set_aside(number, keep=False)
+            self._quarantine(number, keep=False)
             self.segments.remove(number)
             return None
         found = scan(data, header.salt)
@@ -181,7 +181,7 @@ class Recovery:
             )
         self.damage += damage
 
-    def _set_aside(self, number: int, *, keep: bool) -> None:
+    def _quarantine(self, number: int, *, keep: bool) -> None:
         """Keep a damaged file for whoever wants to look into it; with ``keep`` under both names."""
         name, taken = name_of(number), set(self._disk.names())
         aside = next(
@@ -198,7 +198,7 @@ class Recovery:
         self, header: Header, data: bytes, found: Scan, damage: Iterable[Damage], *, sealed: bool
     ) -> Header:
         if any(item.kind == "damaged" for item in damage):
-            self._set_aside(header.number, keep=True)
+            self._quarantine(header.number, keep=True)
         header = header._replace(generation=header.generation + 1)
         contents = (entry.content for entry in _entries(header.number, data, found))
         name, fd, _ = write_segment(self._disk, header, contents, sealed=sealed)

@@ -1,4 +1,4 @@
-"""Who reads the log from outside, and how far: compaction leaves alone what they have yet to read.
+"""Segments that readers outside the engine still need: compaction does not touch them.
 
     readers/NAME    {"segment": the first that is still wanted, "until": when that ends}
 
@@ -22,15 +22,15 @@ from typing import Final, cast
 from qkit.errors import ConfigError
 from qkit.native.log.disk import sync_path
 
-__all__ = ["exchanging", "forget", "is_kept", "keep"]
+__all__ = ["is_retained", "release", "retain", "retention_lock"]
 
 logger = logging.getLogger("qkit.native")
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
-def keep(path: Path, name: str, segment: int, *, until: float) -> None:
-    """Ask that ``segment`` and all later ones stay as they are, up to a wall time.
+def retain(path: Path, name: str, segment: int, *, until: float) -> None:
+    """Retain ``segment`` and all later ones as they are, up to a wall time.
 
     When this returns no exchange of them is under way, and none begins. Again moves the border,
     or the time.
@@ -50,18 +50,18 @@ def keep(path: Path, name: str, segment: int, *, until: float) -> None:
         sync_path(directory)
 
 
-def is_kept(path: Path, name: str) -> bool:
-    """Whether the log is still kept for a reader: it was seen in time."""
+def is_retained(path: Path, name: str) -> bool:
+    """Return whether the log is still retained for a reader: it renewed in time."""
     return (path / "readers" / _checked(name)).exists()
 
 
-def forget(path: Path, name: str) -> None:
-    """The reader will not come back."""
+def release(path: Path, name: str) -> None:
+    """Retain nothing for this reader any more."""
     (path / "readers" / _checked(name)).unlink(missing_ok=True)
 
 
 @contextmanager
-def exchanging(path: Path) -> Generator[int | None]:
+def retention_lock(path: Path) -> Generator[int | None]:
     """The first segment that must stay as it is, ``None`` if all may go, while this lasts."""
     if not (path / "log").exists():  # a disk in memory has no readers outside
         yield None

@@ -51,7 +51,7 @@ VERSION: Final = 1
 MAGIC: Final = b"qkit-log"
 MARK: Final = 0xF0
 SEAL: Final = 0xF1
-CHUNK: Final = 1 << 20
+WRITE_CHUNK_BYTES: Final = 1 << 20
 
 # In every version the first 40 bytes mean the same, so any version can be told from damage.
 _HEADER: Final = struct.Struct("<8sHHII16s")  # magic, version, 0, segment, generation, log id
@@ -180,7 +180,7 @@ def write_whole(disk: Disk, fd: int, parts: list[bytes], offset: int) -> None:
     for part in parts:
         waiting.append(part)
         size += len(part)
-        if size >= CHUNK:
+        if size >= WRITE_CHUNK_BYTES:
             offset = _write_all(disk, fd, waiting, offset)
             waiting, size = [], 0
     if waiting:
@@ -188,7 +188,11 @@ def write_whole(disk: Disk, fd: int, parts: list[bytes], offset: int) -> None:
 
 
 def _write_all(disk: Disk, fd: int, parts: list[bytes], offset: int) -> int:
-    for data in [b"".join(parts)] if len(parts[-1]) < CHUNK else [b"".join(parts[:-1]), parts[-1]]:
+    for data in (
+        [b"".join(parts)]
+        if len(parts[-1]) < WRITE_CHUNK_BYTES
+        else [b"".join(parts[:-1]), parts[-1]]
+    ):
         done = disk.write(fd, data, offset) if data else 0
         while done < len(data):
             more = disk.write(fd, memoryview(data)[done:], offset + done)
@@ -217,7 +221,7 @@ def write_segment(
         for content in contents:
             offsets.append(offset)
             offset = frame((content,), header.salt, offset, parts)
-            if offset - start >= CHUNK:
+            if offset - start >= WRITE_CHUNK_BYTES:
                 write_whole(disk, fd, parts, start)
                 start, parts = offset, []
         if sealed:

@@ -9,8 +9,8 @@ from typing import Final
 
 from qkit.native.log.disk import Disk
 from qkit.native.log.segment import (
-    CHUNK,
     HEADER_SIZE,
+    WRITE_CHUNK_BYTES,
     Header,
     frame,
     mark,
@@ -24,7 +24,7 @@ __all__ = ["Position", "Tail"]
 
 Position = tuple[int, int]  # segment and offset of a frame
 
-RUN: Final = 8 * CHUNK  # bytes after which a group is written in a further step
+MAX_WRITE_BYTES: Final = 8 * WRITE_CHUNK_BYTES  # the rest of a group takes a further write
 
 
 class Tail:
@@ -90,7 +90,7 @@ class Tail:
             self._rotate()
         assert self._fd is not None
         start = offset = self._offset
-        stop = min(start + RUN, self._segment_bytes)
+        stop = min(start + MAX_WRITE_BYTES, self._segment_bytes)
         number, salt = self.number, self._salt
         parts: list[bytes] = []
         synced = self._synced
@@ -134,7 +134,7 @@ class Tail:
             self.broken = error
             raise
 
-    def take_back(self, offset: int) -> None:
+    def truncate_to(self, offset: int) -> None:
         """Cut what a failed sync leaves in doubt, so that a reopened log does not show it."""
         if self._fd is not None:
             with suppress(OSError):

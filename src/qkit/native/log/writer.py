@@ -20,18 +20,18 @@ from typing import Final, Literal, NamedTuple
 from qkit.errors import LifecycleError, ReadOnly, StorageError
 from qkit.native.log.tail import Position, Tail
 
-__all__ = ["Done", "Fsync", "Writer", "read_only"]
+__all__ = ["AppendCallback", "Fsync", "Writer", "read_only"]
 
 logger = logging.getLogger("qkit.native")
 
-RETRY: Final = 0.2  # seconds between attempts to write what is owed to a full disk
+FULL_DISK_RETRY_SECONDS: Final = 0.2  # between attempts to write deferred records
 
 Fsync = Literal["always", "interval", "never"]
 # Called in the loop with the place of a batch's first record, or with the error.
-Done = Callable[["Position | None", "StorageError | None"], None]
+AppendCallback = Callable[["Position | None", "StorageError | None"], None]
 # Contents, whom to tell, and whether they must be written in the end: what they tell has happened
 # in memory already, so a full disk only puts them off. A plain tuple: one for each message.
-_Batch = tuple[Sequence[bytes], "Done | None", bool]
+_Batch = tuple[Sequence[bytes], "AppendCallback | None", bool]
 
 
 def read_only(error: OSError, operation: str) -> ReadOnly:
@@ -89,14 +89,16 @@ class Writer:
         self._queue: queue.SimpleQueue[_Group | None] = queue.SimpleQueue()
         self._finished: asyncio.Future[OSError | None] = loop.create_future()
         self._thread = threading.Thread(target=self._run, name="qkit-log-writer", daemon=True)
-        self.turn = 0  # of the group that is being collected
+        self.group_number = 0  # of the group that is being collected
         self.groups = 0  # written so far
-        self.owed = 0  # records that a full disk put off
+        self.deferred_records = 0  # records that a full disk put off
         self._thread.start()
 
     # In the loop's thread
 
-    def append(self, contents: Sequence[bytes], done: Done, *, force: bool = False) -> None:
+    def append(
+        self, contents: Sequence[bytes], done: AppendCallback, *, force: bool = False
+    ) -> None:
         """Add a batch, confirmed when it is as safe as the policy says; see ``Log.append``.
 
         ``force``: when it is on the disk, whatever the policy says.
@@ -111,7 +113,7 @@ class Writer:
             self._busy = True
             self._loop.call_soon(self._send)
 
-    def append_nowait(self, contents: Sequence[bytes], done: Done | None = None) -> None:
+    def append_nowait(self, contents: Sequence[bytes], done: AppendCallback | None = None) -> None:
         """Add a batch that will be written in the end; see ``Log.append_nowait``."""
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
@@ -157,20 +159,20 @@ class Writer:
         group = _Group(
             self._pending, self._pending_sync, self._pending_force, self._pending_written
         )
-        self.turn += 1
+        self.group_number += 1
         self._pending, self._pending_written = [], []
         self._pending_sync = self._pending_force = False
-        self.owed = 0
+        self.deferred_records = 0
         return group
 
     def _answer(self, group: _Group, outcomes: list[_Outcome]) -> None:
         self._current = None
         error = self._resolve(outcomes)
         _settle(group.written, error)
-        if self.owed and not self._pending_sync:
+        if self.deferred_records and not self._pending_sync:
             # Only what the disk refused a moment ago: give it time to find some space.
             self._busy = False
-            self._loop.call_later(RETRY, self._retry)
+            self._loop.call_later(FULL_DISK_RETRY_SECONDS, self._retry)
         else:
             # Behind those whom this wakes, so that their next batches go along.
             self._loop.call_soon(self._send)
@@ -193,12 +195,12 @@ class Writer:
 
     def _answer_failed(self, batches: list[_Batch], error: OSError) -> StorageError:
         failure = self._error(error)
-        owed = [batch for batch in batches if batch[2]] if self._tail.broken is None else []
+        deferred = [batch for batch in batches if batch[2]] if self._tail.broken is None else []
         # In front of what came later, so that the log tells things in the order they happened.
-        self._pending[:0] = owed
-        self.owed += sum(len(batch[0]) for batch in owed)
+        self._pending[:0] = deferred
+        self.deferred_records += sum(len(batch[0]) for batch in deferred)
         for _, done, must in batches:
-            if done is not None and not (must and owed):
+            if done is not None and not (must and deferred):
                 _tell(done, None, failure)
         return failure
 
@@ -308,13 +310,13 @@ class Writer:
             self._tail.sync()
         except OSError as error:
             if not group.written:  # else some of it was confirmed as written
-                self._tail.take_back(positions[0][1])
+                self._tail.truncate_to(positions[0][1])
             return error
         self._sync_at = float("inf")
         return None
 
 
-def _tell(done: Done, position: Position | None, error: StorageError | None) -> None:
+def _tell(done: AppendCallback, position: Position | None, error: StorageError | None) -> None:
     try:
         done(position, error)
     except Exception:  # a mistake in one must not leave the others without an answer

@@ -19,28 +19,28 @@ from qkit.backend import QueueStats
 from qkit.errors import LogDamaged, SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
-from qkit.native.cross_thread import Gate
+from qkit.native.cross_thread import LoopPortal
 from qkit.native.queue.consumers import Consumer, Consumers
-from qkit.native.queue.dead_message import Dead
+from qkit.native.queue.dead_message import DeadMessage
 from qkit.native.queue.state import QueueState
-from qkit.native.queue.stored_message import Stored, Waiting
-from qkit.native.queue.wait_list import Line
+from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
+from qkit.native.queue.wait_list import WaitList
 
-__all__ = ["Manager", "QueueActor", "envelope_of"]
+__all__ = ["EngineHooks", "QueueActor", "envelope_of"]
 
 logger = logging.getLogger("qkit.native")
 
-# For all queues in which nobody ever waited: a queue that is not used should cost little.
-NOBODY: Final = Line(lambda: None)
+# Shared by all queues that never had a waiter: a queue that is not used should cost little.
+EMPTY_WAIT_LIST: Final = WaitList(lambda: None)
 
 
-class Manager(Protocol):
+class EngineHooks(Protocol):
     """What an actor needs of its engine."""
 
     clock: Clock
-    gate: Gate
+    portal: LoopPortal
 
-    def route(self, actor: QueueActor, dead: list[Dead]) -> None:
+    def route(self, actor: QueueActor, dead: list[DeadMessage]) -> None:
         """Move messages that died to their dead letters; no queue knows another."""
         ...
 
@@ -66,20 +66,20 @@ class QueueActor:
 
     __slots__ = (
         "_armed_at",
+        "_capacity_waiters",
         "_clock",
+        "_hooks",
         "_loop",
-        "_manager",
         "_random",
-        "_seekers",
         "_timer",
         "_waiters",
         "config",
         "consumers",
-        "gate",
         "group",
         "lost",
         "members",
         "name",
+        "portal",
         "state",
         "subscribed",
     )
@@ -92,7 +92,7 @@ class QueueActor:
         name: str,
         config: QueueConfig,
         *,
-        manager: Manager,
+        hooks: EngineHooks,
         loop: asyncio.AbstractEventLoop,
         group: str | None = None,
     ) -> None:
@@ -110,12 +110,12 @@ class QueueActor:
         self.members: Consumers | None = None  # made with the first that is registered
         self.subscribed: list[Subscriber] = []
         self.lost: str | None = None  # why nothing can be received from it any more
-        self.gate = manager.gate
-        self._manager = manager
-        self._clock = manager.clock
+        self.portal = hooks.portal
+        self._hooks = hooks
+        self._clock = hooks.clock
         self._loop = loop
-        self._waiters = NOBODY  # consumers that wait for a message
-        self._seekers = NOBODY  # senders that wait for room
+        self._waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
+        self._capacity_waiters = EMPTY_WAIT_LIST  # senders that wait for room
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
         self._armed_at = float("inf")
@@ -124,13 +124,13 @@ class QueueActor:
         """Take over other limits; what is in the queue stays."""
         self.config = config
         self._random = Random() if config.balance == "random" else None
-        self.state.limit(
+        self.state.set_limits(
             max_depth=config.max_depth,
             max_priority=config.max_priority,
             max_deliveries=config.max_deliveries,
             drop_oldest=config.drop_oldest,
         )
-        self.offer()
+        self.wake_capacity_waiters()
 
     # Messages
 
@@ -158,7 +158,7 @@ class QueueActor:
         if state.evicted:
             evicted, state.evicted = state.evicted, ()
             self._evict(evicted)
-        if self._waiters.places and position is not None:
+        if self._waiters.waiters and position is not None:
             self.wake()
         if due is not None or expires is not None:
             self._rearm()
@@ -166,35 +166,35 @@ class QueueActor:
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
-    ) -> list[Stored]:
+    ) -> list[StoredMessage]:
         """Lease what is ready; see ``QueueState.claim``."""
         state, waiters = self.state, self._waiters
-        if limit > 1 and (waiters.places or waiters.called):
+        if limit > 1 and (waiters.waiters or waiters.woken):
             # Others wait as well: leave them their share of what is there.
-            waiting = 1 + len(waiters.called) + len(waiters.places)
+            waiting = 1 + len(waiters.woken) + len(waiters.waiters)
             limit = min(limit, max(1, -(-state.ready // waiting)))
         claimed = state.claim(now, limit, lease, consumer)
         if claimed and now + lease < self._armed_at:
             self._arm(now + lease)
         if state.dead:  # their time to live ran out
-            self._bury(state.take_dead())
-        if waiters.places:
+            self._route_dead(state.take_dead())
+        if waiters.waiters:
             # Whoever is woken takes what it can and wakes the next one for the rest, so that as
             # long as messages are ready and consumers parked, a wake-up is under way.
-            self.nudge()
+            self.pass_wakeup_on()
         return claimed
 
-    async def prepare(self, claimed: list[Stored]) -> list[Stored]:
+    async def prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
         """Wait until claimed messages may be handed out; those that can be."""
         return claimed
 
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
 
-    def ack(self, token: int) -> Stored:
+    def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message; see ``QueueState.ack``."""
         message = self.state.ack(token)
-        if self._seekers.places or self.members is not None:
+        if self._capacity_waiters.waiters or self.members is not None:
             self._freed()
         return message
 
@@ -210,14 +210,14 @@ class QueueActor:
         alive = self.state.release(
             self._clock.monotonic(), token, delay, count_attempt=count_attempt, headers=headers
         )
-        self._distribute(self.state.take_dead())
+        self._route_dead_and_wake(self.state.take_dead())
         self._rearm()
         return alive
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
         """Send a held message to the dead letters."""
         self.state.reject(token, reason, error)
-        self._distribute(self.state.take_dead())
+        self._route_dead_and_wake(self.state.take_dead())
 
     def extend(self, token: int, seconds: float) -> None:
         """Move the end of a lease; see ``QueueState.extend``."""
@@ -228,39 +228,43 @@ class QueueActor:
 
     def abandon(self, tokens: Iterable[int]) -> None:
         """The consumer of these deliveries is gone; see ``QueueState.abandon``."""
-        self._distribute(self.state.abandon(self._clock.monotonic(), tokens))
+        self._route_dead_and_wake(self.state.abandon(self._clock.monotonic(), tokens))
 
     def remove(self, ids: Collection[str]) -> int:
         """Forget messages by their ids; see ``QueueState.remove``."""
         removed = self.state.remove(ids)
-        self.forget(removed)
+        self.on_removed(removed)
         self._freed()
         return len(removed)
 
     def purge(self) -> int:
         """Forget every message that no consumer holds; return how many."""
         removed = self.state.purge()
-        self.forget(removed)
+        self.on_removed(removed)
         self._freed()
         return len(removed)
 
     # What a durable queue does more
 
-    def rest(self, messages: Sequence[Stored]) -> None:
-        """These wait again, for their leases ended."""
+    def on_leases_ended(self, messages: Sequence[StoredMessage]) -> None:
+        """Called with messages that wait again because their leases ended."""
 
-    def forget(self, messages: Sequence[Waiting]) -> None:
-        """These have left the queue for good."""
+    def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
+        """Called with messages that have left the queue for good."""
 
-    def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:
-        """A message has left the queue, and its dead letter enters another."""
+    def move_to_dead_letters(
+        self, message: StoredMessage, target: QueueActor, letter: Envelope
+    ) -> None:
+        """Add the dead letter of a message that left this queue to ``target``."""
         target.put(self._clock.monotonic(), letter.id, letter.body, letter.headers, letter.key)
 
-    def envelope(self, message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+    def envelope(
+        self, message: StoredMessage, offset: float, not_before: float | None = None
+    ) -> Envelope:
         """A message as it leaves the engine; see ``envelope_of``."""
         return envelope_of(message, offset, not_before)
 
-    def _evict(self, messages: Sequence[Stored]) -> None:
+    def _evict(self, messages: Sequence[StoredMessage]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
         envelopes: list[Envelope] = []
         for message in messages:
@@ -268,18 +272,18 @@ class QueueActor:
                 envelopes.append(self.envelope(message, offset))
             except LogDamaged:
                 logger.exception("a message that was pushed out cannot be read")
-        self.forget(messages)
-        self._manager.dropped(envelopes)
+        self.on_removed(messages)
+        self._hooks.dropped(envelopes)
 
-    def _bury(self, dead: list[Dead]) -> None:
-        self._manager.route(self, dead)
+    def _route_dead(self, dead: list[DeadMessage]) -> None:
+        self._hooks.route(self, dead)
         self._freed()
 
     # Looking
 
     def peek(self, limit: int) -> list[Envelope]:
         """The next messages in order of delivery; see ``QueueState.peek``."""
-        self._distribute(self.state.advance(self._clock.monotonic()))
+        self._route_dead_and_wake(self.state.advance(self._clock.monotonic()))
         offset = self._clock.time() - self._clock.monotonic()
         return [
             self.envelope(message, offset, None if due is None else due + offset)
@@ -289,7 +293,7 @@ class QueueActor:
     def stats(self) -> QueueStats:
         """The queue's figures now."""
         state, now = self.state, self._clock.monotonic()
-        self._distribute(state.advance(now))
+        self._route_dead_and_wake(state.advance(now))
         since = state.oldest_since()
         return QueueStats(
             queue=self.name,
@@ -309,16 +313,16 @@ class QueueActor:
             oldest_message_age_secs=None if since is None else max(0.0, now - since),
         )
 
-    def _distribute(self, dead: list[Dead]) -> None:
+    def _route_dead_and_wake(self, dead: list[DeadMessage]) -> None:
         """Route the dead, and wake consumers for what became ready."""
         if self.state.returned:
             returned, self.state.returned = self.state.returned, []
-            self.rest(returned)
+            self.on_leases_ended(returned)
         if dead:
-            self._bury(dead)
+            self._route_dead(dead)
         elif self.members is not None:
             self._freed()
-        for _ in range(min(self.state.ready, len(self._waiters.places))):
+        for _ in range(min(self.state.ready, len(self._waiters.waiters))):
             self.wake()
 
     @property
@@ -326,39 +330,39 @@ class QueueActor:
         """How many messages wait for consumers that are there."""
         return self.state.ready if self.consumers else 0
 
-    # Senders that wait for room
+    # Senders that wait for capacity
 
-    async def room(self, timeout: float | None) -> None:
+    async def wait_for_capacity(self, timeout: float | None) -> None:
         """Wait until the queue has room for a message, or for ``timeout`` seconds.
 
-        First come, first served among those who wait; a send that does not wait takes any place it
-        finds. Who returns puts its message before it awaits anything, and then calls ``offer``:
-        perhaps it did not need the place.
+        First come, first served among waiting senders; a send that does not wait takes any free
+        place. The caller puts its message before it awaits anything, and then calls
+        ``wake_capacity_waiters``: it may not have needed the place.
         """
         place = 0
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self.lost is None and (self.state.full if place else self.crowded):
+                while self.lost is None and (self.state.full if place else self.capacity_reserved):
                     waiter = self._loop.create_future()
-                    if self._seekers is NOBODY:
-                        self._seekers = Line(self.offer)
-                    place = await self._seekers.wait(waiter, place=place)
+                    if self._capacity_waiters is EMPTY_WAIT_LIST:
+                        self._capacity_waiters = WaitList(self.wake_capacity_waiters)
+                    place = await self._capacity_waiters.wait(waiter, place=place)
 
     @property
-    def crowded(self) -> bool:
-        """Whether every free place is meant for somebody who waited for it."""
-        return self.state.free <= len(self._seekers.called)
+    def capacity_reserved(self) -> bool:
+        """Whether every free place is reserved for a sender that was woken for it."""
+        return self.state.free <= len(self._capacity_waiters.woken)
 
-    def offer(self) -> None:
-        """Let those in who wait for room, as many as there are places for."""
-        while self._seekers.places and not self.crowded:
-            self._seekers.call()
+    def wake_capacity_waiters(self) -> None:
+        """Wake senders that wait for capacity, as many as there are free places."""
+        while self._capacity_waiters.waiters and not self.capacity_reserved:
+            self._capacity_waiters.wake()
 
     def _freed(self) -> None:
         """Messages were settled or went: there may be room for others."""
-        self.offer()
+        self.wake_capacity_waiters()
         if self.members is not None:
-            self.members.freed()
+            self.members.wake_unblocked()
 
     # Parked consumers
 
@@ -369,43 +373,43 @@ class QueueActor:
 
         When another consumer was quicker, the returned ``place`` is where to wait on.
         """
-        if self._waiters is NOBODY:
-            self._waiters = Line(self.nudge)
+        if self._waiters is EMPTY_WAIT_LIST:
+            self._waiters = WaitList(self.pass_wakeup_on)
         return self._waiters.wait(waiter, consumer, place)
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
         """Wake this waiter although there may be nothing for it."""
         self._unpark(lambda entry: entry[1] is waiter)
 
-    def dismiss(self, consumer: str) -> None:
-        """Wake all who wait in this name: it is not registered any more."""
+    def wake_consumer(self, consumer: str) -> None:
+        """Wake every waiter of this consumer: it is not registered any more."""
         self._unpark(lambda entry: entry[2] == consumer)
 
     def _unpark(
         self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
     ) -> None:
-        places = self._waiters.places
+        places = self._waiters.waiters
         for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
-            self._waiters.call(at)
+            self._waiters.wake(at)
 
     @property
     def woken(self) -> bool:
         """Whether a parked consumer was told to look and has not come to it yet."""
-        return bool(self._waiters.called)
+        return bool(self._waiters.woken)
 
     def wake(self) -> None:
         """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
-        while self._waiters.places and not self._waiters.call(self._choose()):
+        while self._waiters.waiters and not self._waiters.wake(self._choose()):
             pass  # that one was just cancelled
 
     def _choose(self) -> int:
-        places = self._waiters.places
+        places = self._waiters.waiters
         if len(places) == 1 or self.config.balance == "round_robin":
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))
         # Whoever was called will hold one more.
-        coming = Counter(self._waiters.called.values())
+        coming = Counter(self._waiters.woken.values())
         loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
         return loads.index(min(loads))
 
@@ -414,8 +418,8 @@ class QueueActor:
         members = self.members
         return members if members is not None and consumer in members else None
 
-    def nudge(self) -> None:
-        """Pass a wake-up on: let a parked consumer look if there is anything for it."""
+    def pass_wakeup_on(self) -> None:
+        """Wake another parked consumer if a message is ready."""
         if self.state.ready:
             self.wake()
 
@@ -437,8 +441,8 @@ class QueueActor:
             subscriber.refresh()
         if self.members is not None:
             self.members.close()
-        self._seekers.call_all()
-        self._waiters.call_all()
+        self._capacity_waiters.wake_all()
+        self._waiters.wake_all()
 
     # Time
 
@@ -458,7 +462,7 @@ class QueueActor:
         self._armed_at = float("-inf")  # nothing arms it until it has been dealt with
         now = self._clock.monotonic()
         try:
-            self._distribute(self.state.advance(now))
+            self._route_dead_and_wake(self.state.advance(now))
         except BaseException:
             self._armed_at = float("inf")
             self._rearm()
@@ -478,7 +482,7 @@ class QueueActor:
             return
         in_flight = self.state.in_flight
         try:
-            self._distribute(self.state.expire(self._clock.monotonic()))
+            self._route_dead_and_wake(self.state.expire(self._clock.monotonic()))
         finally:
             self._armed_at = float("inf")
             self._rearm()
@@ -487,7 +491,7 @@ class QueueActor:
                 subscriber.refresh()
 
 
-def envelope_of(message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+def envelope_of(message: StoredMessage, offset: float, not_before: float | None = None) -> Envelope:
     """A stored message as it leaves the engine; ``offset`` is wall time less monotonic time."""
     return Envelope(
         message.id,

@@ -49,14 +49,14 @@ class Consumers:
             )
         new = consumer not in self._prefetch
         self._prefetch[consumer] = prefetch
-        self.freed()
+        self.wake_unblocked()
         return new
 
     def unregister(self, consumer: str) -> None:
         """Remove a consumer; whoever waits in its name is told."""
         self.prefetch(consumer, "unregister")
         del self._prefetch[consumer]
-        self.freed()
+        self.wake_unblocked()
 
     def prefetch(self, consumer: str, operation: str) -> int:
         """How much a consumer may hold, or ``ConsumerNotFound``."""
@@ -70,8 +70,8 @@ class Consumers:
             )
         return found
 
-    def room(self, consumer: str) -> bool:
-        """Whether a consumer may take another message; ``ConsumerNotFound``."""
+    def has_capacity(self, consumer: str) -> bool:
+        """Return whether a consumer may take another message; raises ``ConsumerNotFound``."""
         return self._busy(consumer) < self.prefetch(consumer, "consume")
 
     def listed(self, group: str | None) -> list[Consumer]:
@@ -91,10 +91,10 @@ class Consumers:
             if entry in self._waiting:
                 self._waiting.remove(entry)
 
-    def freed(self) -> None:
-        """Messages were settled: let those look who have room now."""
+    def wake_unblocked(self) -> None:
+        """Wake waiting consumers that have capacity now, or are not registered any more."""
         for name, waiter in self._waiting:
-            if not waiter.done() and (name not in self._prefetch or self.room(name)):
+            if not waiter.done() and (name not in self._prefetch or self.has_capacity(name)):
                 waiter.set_result(None)
 
     def close(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from qkit.message import LeaseExpired, Reason, TimeToLiveExpired
-from qkit.native.queue.stored_message import Stored
+from qkit.native.queue.stored_message import StoredMessage
 
-__all__ = ["Dead", "LeaseExpired", "TimeToLiveExpired"]
+__all__ = ["DeadMessage", "LeaseExpired", "TimeToLiveExpired"]
 
 
-class Dead(NamedTuple):
+class DeadMessage(NamedTuple):
     """A message that left its queue without being handled, for its owner to route."""
 
-    message: Stored
+    message: StoredMessage
     reason: Reason
     error: Exception | None

@@ -16,25 +16,25 @@ from typing import Final
 
 from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueError, QueueFull
 from qkit.message import Reason
-from qkit.native.queue.dead_message import Dead, LeaseExpired, TimeToLiveExpired
-from qkit.native.queue.schedule import Agenda
+from qkit.native.queue.dead_message import DeadMessage, LeaseExpired, TimeToLiveExpired
+from qkit.native.queue.schedule import Schedule
 from qkit.native.queue.stored_message import (
     COMPACT_ABOVE,
-    GONE,
     READY,
+    REMOVED,
     SCHEDULED,
-    Fresh,
+    NewMessage,
     ReadyBuckets,
-    Stored,
-    TaggedStored,
-    Waiting,
+    StoredMessage,
+    TaggedMessage,
+    WaitingMessage,
 )
 
 __all__ = ["DEFAULT_PRIORITY", "QueueState"]
 
 DEFAULT_PRIORITY: Final = 5
-NOTHING: Final = Agenda()  # shared by all queues that never had anything in theirs
-TICK: Final = 0.001  # how exact ``since`` is; messages of one tick share one float
+EMPTY_SCHEDULE: Final = Schedule()  # shared by all queues that never had anything in theirs
+TIMESTAMP_RESOLUTION_SECONDS: Final = 0.001  # of ``since``; messages within it share one float
 
 
 class QueueState:
@@ -49,9 +49,10 @@ class QueueState:
 
     __slots__ = (
         "_busy",
+        "_custom_lease_ends",
+        "_custom_leases",
         "_default_priority",
         "_drop_oldest",
-        "_ends",
         "_expiries",
         "_held_by",
         "_latest",
@@ -66,7 +67,6 @@ class QueueState:
         "_scheduled",
         "_scheduled_live",
         "_size",
-        "_strays",
         "_tick",
         "acked",
         "claimed",
@@ -93,29 +93,29 @@ class QueueState:
     ) -> None:
         self.name = name
         self._reserved = 0  # places of messages on their way to the disk
-        self.limit(
+        self.set_limits(
             max_depth=max_depth,
             max_priority=max_priority,
             max_deliveries=max_deliveries,
             drop_oldest=drop_oldest,
         )
-        self.dead: list[Dead] = []  # collected and emptied by the owner, and so are the next
-        self.evicted: Sequence[Stored] = ()  # the oldest of a full queue, pushed out
-        self.returned: list[Stored] = []  # held until their lease ended
+        self.dead: list[DeadMessage] = []  # collected and emptied by the owner, and so are the next
+        self.evicted: Sequence[StoredMessage] = ()  # the oldest of a full queue, pushed out
+        self.returned: list[StoredMessage] = []  # held until their lease ended
 
         self._size = 0
         self._next = 0  # the last delivery's token
         self._tick = float("-inf")
         self._ready = ReadyBuckets()
-        self._scheduled = NOTHING
+        self._scheduled = EMPTY_SCHEDULE
         self._scheduled_live = 0
-        self._expiries = NOTHING
+        self._expiries = EMPTY_SCHEDULE
         # Leases by token, in the order in which they end. Nearly all are of one length, so that a
         # new or renewed one goes to the end; the few that do not fit in have a heap.
-        self._leases: dict[int, Stored] = {}
+        self._leases: dict[int, StoredMessage] = {}
         self._latest = float("-inf")  # when the last of them ends
-        self._strays: dict[int, Stored] = {}
-        self._ends: list[tuple[float, int]] = []  # at least one entry for each stray
+        self._custom_leases: dict[int, StoredMessage] = {}
+        self._custom_lease_ends: list[tuple[float, int]] = []  # at least one entry for each of them
         self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
         self._busy: dict[str, int] = {}  # how many messages each of them holds
 
@@ -128,7 +128,7 @@ class QueueState:
         self.dropped = 0
         self.waited = 0.0  # seconds between ready and first delivery, summed
 
-    def limit(
+    def set_limits(
         self, *, max_depth: int, max_priority: int, max_deliveries: int | None, drop_oldest: bool
     ) -> None:
         """Set the limits for what comes; what is in the queue stays."""
@@ -144,7 +144,7 @@ class QueueState:
     @property
     def ready(self) -> int:
         """Messages that could be claimed now."""
-        return self._size - self._scheduled_live - len(self._leases) - len(self._strays)
+        return self._size - self._scheduled_live - len(self._leases) - len(self._custom_leases)
 
     @property
     def scheduled(self) -> int:
@@ -154,7 +154,7 @@ class QueueState:
     @property
     def in_flight(self) -> int:
         """Messages that a consumer holds."""
-        return len(self._leases) + len(self._strays)
+        return len(self._leases) + len(self._custom_leases)
 
     @property
     def full(self) -> bool:
@@ -168,16 +168,16 @@ class QueueState:
 
     def holds(self, token: int) -> bool:
         """Whether the delivery ``token`` still owns its message."""
-        return token in self._leases or token in self._strays
+        return token in self._leases or token in self._custom_leases
 
-    def held(self) -> Iterator[Stored]:
+    def held(self) -> Iterator[StoredMessage]:
         """Every message that a consumer holds."""
         yield from self._leases.values()
-        yield from self._strays.values()
+        yield from self._custom_leases.values()
 
-    def lease(self, token: int) -> Stored | None:
+    def lease(self, token: int) -> StoredMessage | None:
         """The message that a delivery holds, if it still does."""
-        return self._leases.get(token) or self._strays.get(token)
+        return self._leases.get(token) or self._custom_leases.get(token)
 
     def priority(self, wanted: int | None) -> int:
         """The priority that a message gets."""
@@ -222,7 +222,7 @@ class QueueState:
                 self.check(id, priority)
             if self._drop_oldest:
                 self._make_room()
-        if now - self._tick >= TICK:
+        if now - self._tick >= TIMESTAMP_RESOLUTION_SECONDS:
             self._tick = now
         self._size += 1
         self.published += 1
@@ -236,33 +236,33 @@ class QueueState:
         return self._ready.append(message, priority)
 
     def _stored(
-        self, fresh: Fresh, priority: int, key: str | None, expires: float | None
-    ) -> Stored:
+        self, fresh: NewMessage, priority: int, key: str | None, expires: float | None
+    ) -> StoredMessage:
         if key is None and expires is None:
-            return Stored(fresh, priority)
-        message = TaggedStored(fresh, priority)
+            return StoredMessage(fresh, priority)
+        message = TaggedMessage(fresh, priority)
         message.key = key
         message.expires = expires
         if expires is not None:
-            if self._expiries is NOTHING:
-                self._expiries = Agenda()
+            if self._expiries is EMPTY_SCHEDULE:
+                self._expiries = Schedule()
             self._expiries.add(expires, message)
         return message
 
     def restore(
         self,
         now: float,
-        fresh: Fresh,
+        fresh: NewMessage,
         *,
         priority: int,
         key: str | None,
         due: float | None,
         expires: float | None,
         attempt: int,
-    ) -> Stored | None:
+    ) -> StoredMessage | None:
         """Take a message back from a log, in order of arrival; limits do not hold here.
 
-        What was delivered before comes back as a ``Stored``, ready or scheduled.
+        What was delivered before comes back as a ``StoredMessage``, ready or scheduled.
         """
         self._size += 1
         if not attempt and key is None and expires is None and due is None:
@@ -320,14 +320,14 @@ class QueueState:
             self.dropped += 1
             self.evicted = [*self.evicted, oldest]
 
-    def _schedule(self, message: Stored, due: float) -> None:
+    def _schedule(self, message: StoredMessage, due: float) -> None:
         message.state = SCHEDULED
         self._scheduled_live += 1
-        if self._scheduled is NOTHING:
-            self._scheduled = Agenda()
+        if self._scheduled is EMPTY_SCHEDULE:
+            self._scheduled = Schedule()
         self._scheduled.add(due, message)
 
-    def _back_to_ready(self, message: Stored) -> None:
+    def _back_to_ready(self, message: StoredMessage) -> None:
         message.state = READY
         self._ready.put_back(message)
 
@@ -335,7 +335,7 @@ class QueueState:
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
-    ) -> list[Stored]:
+    ) -> list[StoredMessage]:
         """Lease up to ``limit`` messages; each one's ``state`` is its delivery's token.
 
         The attempt is counted here, before any handler runs, so that a message that kills its
@@ -348,9 +348,9 @@ class QueueState:
         if deadline >= self._latest or not leases:
             self._latest = deadline
         else:
-            leases = self._strays
+            leases = self._custom_leases
         pop = self._ready.pop
-        claimed: list[Stored] = []
+        claimed: list[StoredMessage] = []
         while limit > 0 and (message := pop()) is not None:
             limit -= 1
             self._next = token = self._next + 1
@@ -369,36 +369,38 @@ class QueueState:
             if consumer is not None:
                 self._busy[consumer] = self._busy.get(consumer, 0) + len(claimed)
             self.claimed += len(claimed)
-            if leases is self._strays:
-                self._enter_ends(claimed)
+            if leases is self._custom_leases:
+                self._enter_custom_lease_ends(claimed)
         return claimed
 
-    def _enter_ends(self, strays: Iterable[Stored]) -> None:
+    def _enter_custom_lease_ends(self, strays: Iterable[StoredMessage]) -> None:
         for message in strays:
-            heappush(self._ends, (message.deadline, message.state))
-        if len(self._ends) > 2 * len(self._strays) + COMPACT_ABOVE:
+            heappush(self._custom_lease_ends, (message.deadline, message.state))
+        if len(self._custom_lease_ends) > 2 * len(self._custom_leases) + COMPACT_ABOVE:
             # Taking each out when its delivery is settled would be O(n); waiting for its time
             # would keep a whole lease's worth of settled deliveries.
-            self._ends = [(lease.deadline, token) for token, lease in self._strays.items()]
-            heapify(self._ends)
+            self._custom_lease_ends = [
+                (lease.deadline, token) for token, lease in self._custom_leases.items()
+            ]
+            heapify(self._custom_lease_ends)
 
-    def ack(self, token: int) -> Stored:
+    def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
         message = self._leases.pop(token, None)
         if message is None or self._held_by:
             message = self._take(token, "ack", message)
-        message.state = GONE
+        message.state = REMOVED
         self._size -= 1
         self.acked += 1
         if message.expires is not None:
-            self._expiries.outdate()
+            self._expiries.mark_stale()
         return message
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
         """Give up on a held message: it joins the dead."""
         message = self._take(token, "nack")
         self.released += 1
-        self._bury(message, reason, error)
+        self._add_dead(message, reason, error)
 
     def release(
         self,
@@ -422,7 +424,7 @@ class QueueState:
         if headers is not None:
             message.headers = headers or None
         if message.expires is not None and message.expires <= now:
-            self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+            self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
             return False
         if delay > 0:
             self._schedule(message, now + delay)
@@ -432,7 +434,7 @@ class QueueState:
 
     def extend(self, now: float, token: int, seconds: float) -> None:
         """Move the end of a lease to ``seconds`` from now."""
-        message = self._leases.pop(token, None) or self._strays.pop(token, None)
+        message = self._leases.pop(token, None) or self._custom_leases.pop(token, None)
         if message is None:
             raise self._not_held(token, "extend")
         message.deadline = deadline = now + seconds
@@ -440,11 +442,13 @@ class QueueState:
             self._latest = deadline
             self._leases[token] = message
         else:
-            self._strays[token] = message
-            self._enter_ends((message,))
+            self._custom_leases[token] = message
+            self._enter_custom_lease_ends((message,))
 
-    def _take(self, token: int, operation: str, message: Stored | None = None) -> Stored:
-        message = message or self._leases.pop(token, None) or self._strays.pop(token, None)
+    def _take(
+        self, token: int, operation: str, message: StoredMessage | None = None
+    ) -> StoredMessage:
+        message = message or self._leases.pop(token, None) or self._custom_leases.pop(token, None)
         if message is None:
             raise self._not_held(token, operation)
         consumer = self._held_by.pop(token, None)
@@ -468,7 +472,7 @@ class QueueState:
 
     # Time
 
-    def expire(self, now: float) -> list[Dead]:
+    def expire(self, now: float) -> list[DeadMessage]:
         """Do all that is due, expired leases included; return the dead, for routing."""
         self._advance(now)
         ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
@@ -476,30 +480,32 @@ class QueueState:
             if message.deadline > now:
                 break
             ended.append(token)
-        while (end := self._next_stray()) is not None and end[0] <= now:
-            ended.append(heappop(self._ends)[1])
+        while (end := self._next_custom_lease()) is not None and end[0] <= now:
+            ended.append(heappop(self._custom_lease_ends)[1])
         for token in ended:
             self._expire(now, token, "expired")
         return self.take_dead()
 
-    def abandon(self, now: float, tokens: Iterable[int]) -> list[Dead]:
+    def abandon(self, now: float, tokens: Iterable[int]) -> list[DeadMessage]:
         """The consumer of these deliveries is gone: their leases end now; return the dead."""
         for token in tokens:
             if self.holds(token):
                 self._expire(now, token, "ended with its consumer")
         return self.take_dead()
 
-    def condemn(self, message: Stored) -> None:
+    def dead_letter_restored(self, message: StoredMessage) -> None:
         """A restored message had been handed out for the last time when the engine stopped."""
         self._remove_waiting(message)
-        self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, "ended by a stop"))
+        self._add_dead(
+            message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, "ended by a stop")
+        )
 
-    def lose(self, token: int) -> None:
+    def drop_unreadable(self, token: int) -> None:
         """A held message cannot be read any more: forget it."""
         self._leave(self._take(token, "lose"))
         self.dropped += 1
 
-    def _spent(self, message: Stored, how: str) -> LeaseExpired:
+    def _spent(self, message: StoredMessage, how: str) -> LeaseExpired:
         return LeaseExpired(
             f"the lease of delivery {message.attempt} of {self._max_deliveries} {how}: "
             "the handler crashed, hung or outran ack_deadline"
@@ -510,37 +516,37 @@ class QueueState:
         message = self._take(token, "expire")
         if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
             last = f", last with consumer {consumer}" if consumer else ""
-            self._bury(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, how + last))
+            self._add_dead(message, Reason.MAX_RETRIES_EXCEEDED, self._spent(message, how + last))
         elif message.expires is not None and message.expires <= now:
-            self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+            self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
         else:
             self._back_to_ready(message)
             self.returned.append(message)
 
-    def advance(self, now: float) -> list[Dead]:
+    def advance(self, now: float) -> list[DeadMessage]:
         """Do what is due except expiring leases; return the dead, for routing."""
         self._advance(now)
         return self.take_dead()
 
-    def take_dead(self) -> list[Dead]:
+    def take_dead(self) -> list[DeadMessage]:
         """Hand over the messages that died since the last call."""
         dead, self.dead = self.dead, []
         return dead
 
     def next_due(self) -> float | None:
         """When ``expire`` has something to do next; perhaps a little early, never late."""
-        dues = (self._scheduled.first(), self._expiries.first(), self.next_lease())
+        dues = (self._scheduled.next_due(), self._expiries.next_due(), self.next_lease())
         return min((due for due in dues if due is not None), default=None)
 
     def next_lease(self) -> float | None:
         """When a lease ends next."""
-        stray = self._next_stray()
+        stray = self._next_custom_lease()
         for message in self._leases.values():
             return message.deadline if stray is None else min(message.deadline, stray[0])
         return None if stray is None else stray[0]
 
-    def _next_stray(self) -> tuple[float, int] | None:
-        ends, strays = self._ends, self._strays
+    def _next_custom_lease(self) -> tuple[float, int] | None:
+        ends, strays = self._custom_lease_ends, self._custom_leases
         while ends:
             at, token = ends[0]
             lease = strays.get(token)
@@ -561,56 +567,56 @@ class QueueState:
         while (message := self._expiries.pop_due(now)) is not None:
             if message.state <= READY:  # one in flight is looked at when it is given back
                 self._remove_waiting(message)
-                self._bury(message, Reason.TTL_EXPIRED, _expired(message))
+                self._add_dead(message, Reason.TTL_EXPIRED, _expired(message))
 
     # Departures
 
-    def _leave(self, message: Stored) -> None:
-        message.state = GONE
+    def _leave(self, message: StoredMessage) -> None:
+        message.state = REMOVED
         self._size -= 1
         if message.expires is not None:
-            self._expiries.outdate()
+            self._expiries.mark_stale()
 
-    def _bury(self, message: Stored, reason: Reason, error: Exception | None) -> None:
+    def _add_dead(self, message: StoredMessage, reason: Reason, error: Exception | None) -> None:
         self._leave(message)
-        self.dead.append(Dead(message, reason, error))
+        self.dead.append(DeadMessage(message, reason, error))
 
-    def _remove_waiting(self, message: Stored) -> None:
+    def _remove_waiting(self, message: StoredMessage) -> None:
         """Take a ready or scheduled message out of its place, leaving a stale entry."""
         was_scheduled = message.state == SCHEDULED
-        message.state = GONE
+        message.state = REMOVED
         if was_scheduled:
             self._scheduled_live -= 1
-            self._scheduled.outdate()
+            self._scheduled.mark_stale()
         else:
             self._ready.discard(message)
 
     # Administration
 
-    def waiting(self) -> Iterator[tuple[Stored, float | None]]:
+    def waiting(self) -> Iterator[tuple[StoredMessage, float | None]]:
         """Ready messages in order of delivery, then scheduled ones with the time they are due."""
         for message in self._ready:
             yield message, None
         for due, message in self._scheduled:
             yield message, due
 
-    def peek(self, limit: int) -> list[tuple[Stored, float | None]]:
+    def peek(self, limit: int) -> list[tuple[StoredMessage, float | None]]:
         """The first ``limit`` of ``waiting()``."""
         return list(islice(self.waiting(), limit))
 
-    def purge(self) -> list[Waiting]:
+    def purge(self) -> list[WaitingMessage]:
         """Forget every message that no consumer holds; return them, in no order."""
         removed = self._ready.clear() + [message for _, message in self._scheduled]
         for entry in removed:
             if not isinstance(entry, tuple):
-                entry.state = GONE
+                entry.state = REMOVED
         self._scheduled.rebuild()
         self._scheduled_live = 0
         self._expiries.rebuild()
         self._size -= len(removed)
         return removed
 
-    def remove(self, ids: Collection[str]) -> list[Stored]:
+    def remove(self, ids: Collection[str]) -> list[StoredMessage]:
         """Forget a message for each of these ids unless a consumer holds it; return them.
 
         Of several with one id the first goes: an id that is named twice takes two.
@@ -626,12 +632,12 @@ class QueueState:
             self._leave(message)
         return found
 
-    def everything(self) -> Iterator[Stored]:
+    def all_messages(self) -> Iterator[StoredMessage]:
         """Every message, held ones included."""
         for message, _ in self.waiting():
             yield message
         yield from self.held()
 
 
-def _expired(message: Stored) -> TimeToLiveExpired:
+def _expired(message: StoredMessage) -> TimeToLiveExpired:
     return TimeToLiveExpired(f"time to live ran out after {message.attempt} deliveries")

@@ -1,8 +1,9 @@
 """A message at rest in the native engine, and the priority buckets that hold the ready ones.
 
 Sans-IO and small: most messages wait once, are delivered once and are gone. Until then such a
-message is a bare tuple, a fifth of an object's cost; it becomes a ``Stored`` when it is claimed, or
-on arrival if something may happen to it while it waits (it is delayed, expires or has a key).
+message is a bare tuple, a fifth of an object's cost; it becomes a ``StoredMessage`` when it is
+claimed, or on arrival if something may happen to it while it waits (it is delayed, expires or has a
+key).
 """
 
 from __future__ import annotations
@@ -13,34 +14,34 @@ from heapq import heapify, heappop, heappush
 from typing import Final, TypeAlias
 
 __all__ = [
-    "GONE",
     "READY",
+    "REMOVED",
     "SCHEDULED",
-    "Fresh",
+    "NewMessage",
     "ReadyBuckets",
-    "Stored",
-    "TaggedStored",
-    "Waiting",
+    "StoredMessage",
+    "TaggedMessage",
+    "WaitingMessage",
 ]
 
 READY: Final = 0
 SCHEDULED: Final = -1
-GONE: Final = -2
+REMOVED: Final = -2
 COMPACT_ABOVE: Final = 64  # stale entries below this are not worth a rebuild
 
 # id, body (``None``: left on the disk), headers, since, seq (0 in memory)
-Fresh: TypeAlias = tuple[str, bytes | None, dict[str, str] | None, float, int]
+NewMessage: TypeAlias = tuple[str, bytes | None, dict[str, str] | None, float, int]
 
 
-class Stored:
+class StoredMessage:
     """One message of one queue.
 
-    ``state`` is ``READY``, ``SCHEDULED``, ``GONE``, or the token of the delivery that holds it
+    ``state`` is ``READY``, ``SCHEDULED``, ``REMOVED``, or the token of the delivery that holds it
     until ``deadline``. ``sequence`` is the token of its first delivery, 0 before that: inside a
     priority the order of first delivery is the order of arrival, so nothing need be numbered on
     arrival. ``seq`` is its number in the log of a durable engine. ``since`` is when it first
     became ready. ``key`` and ``expires`` are rare: here they are class attributes that cost a
-    plain message nothing; ``TaggedStored`` has room for them.
+    plain message nothing; ``TaggedMessage`` has room for them.
     """
 
     __slots__ = (
@@ -59,7 +60,7 @@ class Stored:
     key: str | None = None
     expires: float | None = None
 
-    def __init__(self, fresh: Fresh, priority: int) -> None:
+    def __init__(self, fresh: NewMessage, priority: int) -> None:
         self.id, self.body, self.headers, self.since, self.seq = fresh
         self.priority = priority
         self.attempt = 0
@@ -68,7 +69,7 @@ class Stored:
         self.deadline = 0.0
 
 
-class TaggedStored(Stored):
+class TaggedMessage(StoredMessage):
     """A message with a key or an expiry (monotonic seconds)."""
 
     __slots__ = ("expires", "key")
@@ -77,7 +78,7 @@ class TaggedStored(Stored):
     key: str | None
 
 
-Waiting: TypeAlias = Fresh | Stored
+WaitingMessage: TypeAlias = NewMessage | StoredMessage
 
 
 class _Bucket:
@@ -92,14 +93,14 @@ class _Bucket:
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
-        self.fresh: deque[Waiting] = deque()
-        self.returned: list[tuple[int, Stored]] = []
+        self.fresh: deque[WaitingMessage] = deque()
+        self.returned: list[tuple[int, StoredMessage]] = []
         self.stale = 0
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.returned) - self.stale
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[WaitingMessage]:
         for _, message in sorted(self.returned):
             if message.state == READY:
                 yield message
@@ -107,7 +108,7 @@ class _Bucket:
             if isinstance(entry, tuple) or entry.state == READY:
                 yield entry
 
-    def head(self) -> Waiting | None:
+    def head(self) -> WaitingMessage | None:
         """The next message; the stale entries before it go, so that finding it stays cheap."""
         while self.returned and self.returned[0][1].state != READY:
             heappop(self.returned)
@@ -125,7 +126,7 @@ class _Bucket:
     def compact(self) -> None:
         self.keep(list(self))
 
-    def keep(self, entries: list[Waiting]) -> None:
+    def keep(self, entries: list[WaitingMessage]) -> None:
         """Hold these only; they are in order."""
         self.returned, self.fresh = [], deque()
         for entry in entries:
@@ -150,7 +151,7 @@ class ReadyBuckets:
         self._buckets: dict[int, _Bucket] = {}
         self._mask: int = 0
 
-    def append(self, entry: Waiting, priority: int) -> int:
+    def append(self, entry: WaitingMessage, priority: int) -> int:
         """Add a message that was never delivered; return how many are ahead of it."""
         bucket = self._buckets.get(priority)
         if bucket is None:
@@ -165,7 +166,7 @@ class ReadyBuckets:
             self._mask = mask | 1 << priority
         return ahead
 
-    def put_back(self, message: Stored) -> None:
+    def put_back(self, message: StoredMessage) -> None:
         """Return a message that was delivered before to its place: by its sequence."""
         bucket = self._bucket(message.priority)
         heappush(bucket.returned, (message.sequence, message))
@@ -177,7 +178,7 @@ class ReadyBuckets:
             bucket = self._buckets[priority] = _Bucket(priority)
         return bucket
 
-    def pop(self) -> Stored | None:
+    def pop(self) -> StoredMessage | None:
         """Take the next message."""
         while self._mask:
             top = self._mask.bit_length() - 1
@@ -187,14 +188,14 @@ class ReadyBuckets:
             if not fresh and not returned:
                 self._mask ^= 1 << top
             if isinstance(entry, tuple):
-                return Stored(entry, top)
+                return StoredMessage(entry, top)
             if entry.state == READY:
                 return entry
             bucket.stale -= 1
         return None
 
-    def discard(self, message: Stored) -> None:
-        """Note that a message in a bucket has just become ``GONE``.
+    def discard(self, message: StoredMessage) -> None:
+        """Note that a message in a bucket has just become ``REMOVED``.
 
         Its entry is skipped when its turn comes; cutting it out of the middle would be O(n) each.
         """
@@ -213,7 +214,7 @@ class ReadyBuckets:
         oldest = self._oldest()
         return None if oldest is None else oldest[0]
 
-    def pop_oldest(self) -> Stored | None:
+    def pop_oldest(self) -> StoredMessage | None:
         """Take the message that has been ready longest; at equal times that of lowest priority."""
         oldest = self._oldest()
         if oldest is None:
@@ -221,7 +222,7 @@ class ReadyBuckets:
         bucket = oldest[1]
         entry = heappop(bucket.returned)[1] if bucket.returned else bucket.fresh.popleft()
         self._unmask(bucket)
-        return Stored(entry, bucket.priority) if isinstance(entry, tuple) else entry
+        return StoredMessage(entry, bucket.priority) if isinstance(entry, tuple) else entry
 
     def _oldest(self) -> tuple[float, _Bucket] | None:
         heads: list[tuple[float, _Bucket]] = []
@@ -234,18 +235,20 @@ class ReadyBuckets:
                 heads.append((head[3] if isinstance(head, tuple) else head.since, bucket))
         return min(heads, key=lambda head: head[0], default=None)
 
-    def take(self, wanted: Counter[str]) -> list[Stored]:
+    def take(self, wanted: Counter[str]) -> list[StoredMessage]:
         """Take out messages of these ids, as many of each, and count them down in ``wanted``."""
-        found: list[Stored] = []
+        found: list[StoredMessage] = []
         for priority in sorted(self._buckets, reverse=True):
             bucket = self._buckets[priority]
-            kept: list[Waiting] = []
+            kept: list[WaitingMessage] = []
             before = len(found)
             for entry in bucket:
                 id = entry[0] if isinstance(entry, tuple) else entry.id
                 if wanted[id] > 0:
                     wanted[id] -= 1
-                    found.append(Stored(entry, priority) if isinstance(entry, tuple) else entry)
+                    found.append(
+                        StoredMessage(entry, priority) if isinstance(entry, tuple) else entry
+                    )
                 else:
                     kept.append(entry)
             if len(found) > before:
@@ -253,15 +256,15 @@ class ReadyBuckets:
                 self._unmask(bucket)
         return found
 
-    def clear(self) -> list[Waiting]:
+    def clear(self) -> list[WaitingMessage]:
         """Forget every message; return what was there."""
         entries = [entry for bucket in self._buckets.values() for entry in bucket]
         self._buckets.clear()
         self._mask = 0
         return entries
 
-    def __iter__(self) -> Iterator[Stored]:
+    def __iter__(self) -> Iterator[StoredMessage]:
         """Every message in order of delivery; of a fresh one, a copy."""
         for priority in sorted(self._buckets, reverse=True):
             for entry in self._buckets[priority]:
-                yield Stored(entry, priority) if isinstance(entry, tuple) else entry
+                yield StoredMessage(entry, priority) if isinstance(entry, tuple) else entry

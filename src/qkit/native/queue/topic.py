@@ -78,29 +78,30 @@ class Topic:
         rest = {name: value for name, value in headers.items() if name != GROUP}
         return [self.group(headers[GROUP])], rest
 
-    async def room(self, timeout: float | None) -> None:
-        """Wait until every group has room, or for ``timeout`` seconds; see ``QueueActor.room``.
+    async def wait_for_capacity(self, timeout: float | None) -> None:
+        """Wait until every group has capacity, or for ``timeout`` seconds.
 
-        Whoever finds a second group full after the first has made room waits there anew.
+        A sender that finds a second group full after the first has capacity waits there anew.
         """
         waited = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while (actor := self._without_room(waited)) is not None:
-                    await actor.room(None)
-                    actor.offer()  # it takes no place here before there is one everywhere
+                while (actor := self._without_capacity(waited)) is not None:
+                    await actor.wait_for_capacity(None)
+                    # It takes no place here before there is one everywhere.
+                    actor.wake_capacity_waiters()
                     waited = True
 
-    def _without_room(self, waited: bool) -> QueueActor | None:
+    def _without_capacity(self, waited: bool) -> QueueActor | None:
         for actor in self.groups.values():
-            if actor.lost is None and (actor.state.full if waited else actor.crowded):
+            if actor.lost is None and (actor.state.full if waited else actor.capacity_reserved):
                 return actor
         return None
 
-    def offer(self) -> None:
-        """Let those in who wait for room in any group."""
+    def wake_capacity_waiters(self) -> None:
+        """Wake senders that wait for capacity in any group."""
         for actor in self.groups.values():
-            actor.offer()
+            actor.wake_capacity_waiters()
 
     @property
     def backlog(self) -> int:

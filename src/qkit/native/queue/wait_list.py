@@ -1,4 +1,4 @@
-"""Those who wait for their turn at a queue, in the order in which they came."""
+"""FIFO wait list of parked consumers or senders."""
 
 from __future__ import annotations
 
@@ -6,62 +6,62 @@ import asyncio
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-__all__ = ["Line"]
+__all__ = ["WaitList"]
 
 
-class Line:
-    """Waiters in order of arrival; one that was called in vain comes back to its old place.
+class WaitList:
+    """Waiters in order of arrival; one that was woken in vain comes back to its old place.
 
-    ``places`` are the number, the waiter and the name of each; ``called`` those that were told to
-    look and have not come to it yet, which is why a place is no promise: between the call and the
-    turn of its task anybody may be quicker. A call is never lost: when its waiter is cancelled,
-    ``pass_on`` is called to see whether another one should have it.
+    ``waiters`` are the place, the future and the name of each; ``woken`` those whose task has not
+    run yet. A wake-up is no promise: between the wake-up and the run of its task another task may
+    take the message. A wake-up is never lost: when its waiter is cancelled, ``pass_on`` is called,
+    which may wake another.
     """
 
-    __slots__ = ("_last", "_pass_on", "called", "places")
+    __slots__ = ("_last", "_pass_on", "waiters", "woken")
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
-        self.places: list[tuple[int, asyncio.Future[None], str | None]] = []
-        self.called: dict[int, str | None] = {}
+        self.waiters: list[tuple[int, asyncio.Future[None], str | None]] = []
+        self.woken: dict[int, str | None] = {}
         self._last = 0
         self._pass_on = pass_on
 
     async def wait(
         self, waiter: asyncio.Future[None], name: str | None = None, place: int = 0
     ) -> int:
-        """Wait to be called; return the place, to come back to it. Safe to cancel."""
+        """Wait to be woken; return the place, to come back to it. Safe to cancel."""
         if place:
-            insort(self.places, (place, waiter, name))  # numbers differ: nothing else compares
+            insort(self.waiters, (place, waiter, name))  # numbers differ: nothing else compares
         else:
             self._last = place = self._last + 1
-            self.places.append((place, waiter, name))
+            self.waiters.append((place, waiter, name))
         try:
             await waiter
         except BaseException:
-            if place in self.called:
-                del self.called[place]
+            if place in self.woken:
+                del self.woken[place]
                 self._pass_on()
             else:
                 self._leave(place)
             raise
-        del self.called[place]
+        del self.woken[place]
         return place
 
-    def call(self, at: int = 0) -> bool:
-        """Tell the one at an index of ``places`` to look; false if it was just cancelled."""
-        place, waiter, name = self.places.pop(at)
+    def wake(self, at: int = 0) -> bool:
+        """Wake the waiter at an index of ``waiters``; return false if it was just cancelled."""
+        place, waiter, name = self.waiters.pop(at)
         if waiter.done():
             return False
-        self.called[place] = name
+        self.woken[place] = name
         waiter.set_result(None)
         return True
 
-    def call_all(self) -> None:
-        """Tell everyone."""
-        while self.places:
-            self.call()
+    def wake_all(self) -> None:
+        """Wake every waiter."""
+        while self.waiters:
+            self.wake()
 
     def _leave(self, place: int) -> None:
-        at = bisect_left(self.places, (place,))
-        if at < len(self.places) and self.places[at][0] == place:  # else a call passed it by
-            del self.places[at]
+        at = bisect_left(self.waiters, (place,))
+        if at < len(self.waiters) and self.waiters[at][0] == place:  # else a wake-up removed it
+            del self.waiters[at]

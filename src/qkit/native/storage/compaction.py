@@ -24,16 +24,16 @@ from qkit.native.log.log import Log, Rewrite
 from qkit.native.log.record import (
     ONE_SEQ,
     PUBLISH,
+    QUEUE_SEQ,
+    QUEUE_SEQ_OFFSET,
     TARGETS,
-    WHOSE,
-    WHOSE_AT,
     Ack,
-    Bury,
+    BulkImport,
     Claim,
+    DeadLetterMove,
     Declare,
     Delete,
     Fanout,
-    Inbox,
     Publish,
     Release,
     Remove,
@@ -41,13 +41,13 @@ from qkit.native.log.record import (
 )
 from qkit.native.storage.index import Index, SegmentIndex
 
-__all__ = ["Compacted", "Plan", "choose", "compact", "plan", "replaced"]
+__all__ = ["CompactionPlan", "CompactionResult", "choose_segments", "compact", "plan", "reindex"]
 
-SPARSE: Final = 0.5  # a segment of which less is wanted is worth writing anew
+COMPACT_BELOW_LIVE_RATIO: Final = 0.5  # a segment of which less is wanted is worth writing anew
 
 
 @dataclass(slots=True)
-class Plan:
+class CompactionPlan:
     """Segments to be written as one; made in the loop, carried out in a thread."""
 
     segments: list[int]
@@ -58,7 +58,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Compacted:
+class CompactionResult:
     """What has come of a plan: the first segments of the run, as many as one can hold."""
 
     rewrite: Rewrite
@@ -67,7 +67,7 @@ class Compacted:
     offsets: list[int] = field(default_factory=list[int])
 
 
-def choose(
+def choose_segments(
     sizes: Sequence[tuple[int, int]],
     index: Index,
     *,
@@ -88,7 +88,7 @@ def choose(
     for number, size in sizes:
         segment = index[number]
         live = size * segment.live / len(segment) if segment else 0.0
-        sparse = live < SPARSE * size or size < limit / 16
+        sparse = live < COMPACT_BELOW_LIVE_RATIO * size or size < limit / 16
         if not sparse or wanted + live > limit or (run and run[-1] <= border < number):
             _end(runs, run, wanted, total, skip)
             run, wanted, total = [], 0.0, 0
@@ -103,17 +103,17 @@ def choose(
 def _end(
     runs: list[list[int]], run: list[int], wanted: float, total: int, skip: Callable[[int], bool]
 ) -> None:
-    if len(run) > 1 or (run and wanted < SPARSE * total and not skip(run[0])):
+    if len(run) > 1 or (run and wanted < COMPACT_BELOW_LIVE_RATIO * total and not skip(run[0])):
         runs.append(run)
 
 
-def plan(segments: list[int], index: Index, queues: set[int], *, first: bool) -> Plan:
+def plan(segments: list[int], index: Index, queues: set[int], *, first: bool) -> CompactionPlan:
     """What ``compact`` has to know, as of now."""
     flags = {number: bytes(index[number].alive) for number in segments}
-    return Plan(segments, index, flags, queues, first)
+    return CompactionPlan(segments, index, flags, queues, first)
 
 
-def compact(log: Log, plan: Plan, limit: int) -> Compacted:
+def compact(log: Log, plan: CompactionPlan, limit: int) -> CompactionResult:
     """Write a run of segments as one, beside them. Blocking, for any thread.
 
     None is added to one that has ``limit`` bytes: the estimate that chose the run is by the number
@@ -140,7 +140,7 @@ def compact(log: Log, plan: Plan, limit: int) -> Compacted:
             yield content
 
     rewrite = log.rewrite(plan.segments[0], contents())
-    compacted = Compacted(rewrite, taken)
+    compacted = CompactionResult(rewrite, taken)
     for seqs, offset in zip(kept, rewrite.offsets, strict=True):
         for seq in seqs:
             compacted.seqs.append(seq)
@@ -151,7 +151,7 @@ def compact(log: Log, plan: Plan, limit: int) -> Compacted:
 class _Filter:
     """Which records stay, and as what."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: CompactionPlan) -> None:
         self._plan = plan
         self._oldest = plan.segments[0]
         self._wanted: set[int] = set()  # in this segment: a crash may have left some in two
@@ -174,7 +174,7 @@ class _Filter:
     def keep(self, content: bytes) -> list[tuple[bytes, tuple[int, ...]]]:
         """What stays of a record, with the messages it holds."""
         if content[0] == PUBLISH:  # nearly all: not worth decoding
-            seq = WHOSE.unpack_from(content, WHOSE_AT)[1]
+            seq = QUEUE_SEQ.unpack_from(content, QUEUE_SEQ_OFFSET)[1]
             return [(content, (seq,))] if seq in self._wanted else []
         return list(self._rest(content))
 
@@ -183,41 +183,49 @@ class _Filter:
         match record:
             case Fanout():
                 yield from self._fanout(record, content)
-            case Bury():
-                yield from self._bury(record, content)
+            case DeadLetterMove():
+                yield from self._dead_letter_move(record, content)
             case Ack():
                 yield from self._told(record.queue, record.seqs, encode_ack)
             case Remove():
                 yield from self._told(record.queue, record.seqs, encode_remove)
             case Claim():
-                for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                    if self._is_wanted(seq):
-                        self._claims[seq] = record.queue, attempt
+                self._claim(record)
             case Release():
-                if self._is_wanted(record.seq):
-                    self._claims.pop(record.seq, None)
-                    before = self._releases.get(record.seq)
-                    if record.headers is None and before is not None:
-                        record = record._replace(headers=before.headers)
-                    self._releases[record.seq] = record
-            case Declare():
-                if record.queue in self._plan.queues:
+                self._release(record)
+            case Declare() | Delete() | BulkImport():
+                if self._is_needed(record):
                     yield content, ()
-            case Delete():
-                if not self._plan.first:
-                    yield content, ()
-            case Inbox():
-                yield content, ()
             case Publish():
                 raise AssertionError("dealt with before")
+
+    def _is_needed(self, record: Declare | Delete | BulkImport) -> bool:
+        if isinstance(record, Declare):
+            return record.queue in self._plan.queues
+        return isinstance(record, BulkImport) or not self._plan.first
+
+    def _claim(self, record: Claim) -> None:
+        for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+            if self._is_wanted(seq):
+                self._claims[seq] = record.queue, attempt
+
+    def _release(self, record: Release) -> None:
+        if self._is_wanted(record.seq):
+            self._claims.pop(record.seq, None)
+            before = self._releases.get(record.seq)
+            if record.headers is None and before is not None:
+                record = record._replace(headers=before.headers)
+            self._releases[record.seq] = record
 
     def _fanout(self, record: Fanout, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         targets = [target for target in record.targets if target[1] in self._wanted]
         if targets:
-            message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
+            message = content[TARGETS.size + QUEUE_SEQ.size * len(record.targets) :]
             yield renumbered(message, targets), tuple(seq for _, seq in targets)
 
-    def _bury(self, record: Bury, content: bytes) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+    def _dead_letter_move(
+        self, record: DeadLetterMove, content: bytes
+    ) -> Iterator[tuple[bytes, tuple[int, ...]]]:
         seq = record.letter.seq
         if seq in self._wanted:
             told = self._is_told_before(record.seq)
@@ -246,7 +254,9 @@ class _Filter:
         return found is not None and bool(found[0].alive[found[1]])
 
 
-def replaced(old: Sequence[SegmentIndex], plan: Plan, compacted: Compacted) -> SegmentIndex:
+def reindex(
+    old: Sequence[SegmentIndex], plan: CompactionPlan, compacted: CompactionResult
+) -> SegmentIndex:
     """The index of the new segment; what was settled meanwhile is not wanted there either."""
     new = SegmentIndex(plan.segments[0], compacted.seqs, compacted.offsets)
     alive = bytearray()

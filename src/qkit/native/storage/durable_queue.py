@@ -11,10 +11,10 @@ from qkit.errors import LogDamaged, StorageError
 from qkit.message import Envelope
 from qkit.native.config import QueueConfig
 from qkit.native.log.record import Publish
-from qkit.native.queue.actor import Manager, QueueActor
-from qkit.native.queue.stored_message import Stored, Waiting
+from qkit.native.queue.actor import EngineHooks, QueueActor
+from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.journal import Journal
-from qkit.native.storage.replay import Recovered
+from qkit.native.storage.replay import RecoveredMessage
 
 __all__ = ["DurableActor"]
 
@@ -37,13 +37,13 @@ class DurableActor(QueueActor):
         name: str,
         config: QueueConfig,
         *,
-        manager: Manager,
+        hooks: EngineHooks,
         loop: asyncio.AbstractEventLoop,
         journal: Journal,
         number: int,
         group: str | None = None,
     ) -> None:
-        super().__init__(name, config, manager=manager, loop=loop, group=group)
+        super().__init__(name, config, hooks=hooks, loop=loop, group=group)
         self.journal = journal
         self.number = number
         self.gone = False  # deleted, or the engine closed: what happens now is not told
@@ -53,7 +53,7 @@ class DurableActor(QueueActor):
         super().close(reason)
         self.gone = True
 
-    def restore(self, message: Recovered) -> None:
+    def restore(self, message: RecoveredMessage) -> None:
         """Take back a message that the log tells of. A lease does not outlive its engine."""
         now, wall = self._clock.monotonic(), self._clock.time()
         since = now - max(0.0, wall - message.at)
@@ -68,14 +68,16 @@ class DurableActor(QueueActor):
         )
         limit = self.config.max_deliveries
         if message.held and stored is not None and limit is not None and stored.attempt >= limit:
-            self.state.condemn(stored)  # it may be what ended the engine
+            self.state.dead_letter_restored(stored)  # it may be what ended the engine
 
-    def take_in(self, seq: int, message: Publish) -> None:
+    def import_message(self, seq: int, message: Publish) -> None:
         """Add a message of a bulk file; a queue's limits do not hold for these."""
         if self.gone:
             self.journal.index.forget(seq)
             return
-        recovered = Recovered(message, self.number, seq, self.journal.keep(message.body))
+        recovered = RecoveredMessage(
+            message, self.number, seq, self.journal.body_to_keep(message.body)
+        )
         recovered.at = message.at or self._clock.time()
         recovered.priority = min(message.priority, self.config.max_priority)
         self.state.published += 1
@@ -83,7 +85,7 @@ class DurableActor(QueueActor):
 
     def resume(self) -> None:
         """Every message was taken back: do what is due."""
-        self._distribute(self.state.take_dead())
+        self._route_dead_and_wake(self.state.take_dead())
         self._rearm()
 
     def suspend(self) -> None:
@@ -107,18 +109,18 @@ class DurableActor(QueueActor):
         if self.gone:
             self.journal.index.forget(seq)
             return None
-        kept = self.journal.keep(body)
+        kept = self.journal.body_to_keep(body)
         return self.put(now, id, kept, headers, key, priority, due, expires, seq)
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
-    ) -> list[Stored]:
+    ) -> list[StoredMessage]:
         """As in memory; the count of the attempt is written before anything is handed out.
 
         Raises ``StorageError`` while the disk is full: each that is handed out and given back
         would be two more records that it owes.
         """
-        if self.journal.log.owed:
+        if self.journal.log.deferred_records:
             self.wake()  # whoever was called for this message has not taken it
             raise StorageError(
                 "nothing is delivered while the disk is full: free some space",
@@ -131,7 +133,7 @@ class DurableActor(QueueActor):
             self.journal.claim(self.number, claimed)
         return claimed
 
-    async def prepare(self, claimed: list[Stored]) -> list[Stored]:
+    async def prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
         """Wait until the claim is written, and read the bodies that were left on the disk.
 
         If that fails or is cancelled the messages go back, with no attempt charged.
@@ -153,7 +155,7 @@ class DurableActor(QueueActor):
             return [message for message in claimed if message.body is not None]
         return claimed
 
-    async def _load(self, missing: list[tuple[int, Stored]]) -> None:
+    async def _load(self, missing: list[tuple[int, StoredMessage]]) -> None:
         journal = self.journal
         messages = [message for _, message in missing]
         if journal.log.inline:
@@ -164,19 +166,19 @@ class DurableActor(QueueActor):
             if self.gone or not self.state.holds(token) or message.body is not None:
                 continue  # its lease ended, and another delivery may have read it meanwhile
             if body is None:
-                self._lose(token, message)
+                self._drop_unreadable(token, message)
             else:
                 message.body = body
                 journal.held += len(body)
 
-    def _lose(self, token: int, message: Stored) -> None:
+    def _drop_unreadable(self, token: int, message: StoredMessage) -> None:
         logger.error(
             "message %s of %r cannot be read from the log any more and is left out; open the "
             "directory with repair=True to see what is damaged",
             message.id,
             self.name,
         )
-        self.state.lose(token)
+        self.state.drop_unreadable(token)
         self._freed()
 
     async def written(self) -> None:
@@ -185,7 +187,7 @@ class DurableActor(QueueActor):
         if written is not None:
             await written
 
-    def ack(self, token: int) -> Stored:
+    def ack(self, token: int) -> StoredMessage:
         """The work is done; see ``QueueState.ack``."""
         message = super().ack(token)
         if not self.gone:
@@ -210,23 +212,25 @@ class DurableActor(QueueActor):
             self.journal.release(self.number, message, due, changed)
         return alive
 
-    def rest(self, messages: Sequence[Stored]) -> None:
+    def on_leases_ended(self, messages: Sequence[StoredMessage]) -> None:
         """These wait again: their bodies may stay on the disk."""
         for message in messages:
-            self.journal.let_go(message)
+            self.journal.release_body(message)
 
-    def forget(self, messages: Sequence[Waiting]) -> None:
+    def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
         """These have left the queue for good."""
         if messages and not self.gone:
             self.journal.remove(self.number, messages)
 
-    def bury(self, message: Stored, target: QueueActor, letter: Envelope) -> None:
+    def move_to_dead_letters(
+        self, message: StoredMessage, target: QueueActor, letter: Envelope
+    ) -> None:
         """A message has left the queue and its dead letter enters another, by one record."""
         assert isinstance(target, DurableActor)
         if self.gone:
             return
         priority = target.state.priority(None)
-        seq = self.journal.bury(
+        seq = self.journal.dead_letter(
             self.number,
             message,
             target.number,
@@ -239,14 +243,16 @@ class DurableActor(QueueActor):
         target.put(
             self._clock.monotonic(),
             letter.id,
-            self.journal.keep(letter.body),
+            self.journal.body_to_keep(letter.body),
             letter.headers,
             letter.key,
             priority,
             seq=seq,
         )
 
-    def envelope(self, message: Stored, offset: float, not_before: float | None = None) -> Envelope:
+    def envelope(
+        self, message: StoredMessage, offset: float, not_before: float | None = None
+    ) -> Envelope:
         """A message as it leaves the engine, its body read if need be; ``LogDamaged``."""
         envelope = super().envelope(message, offset, not_before)
         if message.body is None:

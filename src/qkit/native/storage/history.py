@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from qkit.native.log.record import Ack, Bury, Claim, Fanout, Publish, Release, Remove, decode
+from qkit.native.log.record import (
+    Ack,
+    Claim,
+    DeadLetterMove,
+    Fanout,
+    Publish,
+    Record,
+    Release,
+    Remove,
+    decode,
+)
 
 __all__ = ["Status", "StatusChange", "history_of"]
 
@@ -38,50 +48,53 @@ class StatusChange:
 
 def history_of(id: str, contents: Iterable[bytes]) -> list[StatusChange]:
     """The steps of the messages of that id; copies of one in several groups of a topic mingle."""
-    wanted = id.encode()
-    queues: dict[int, int] = {}  # the queue of each message of that id
-    steps: list[StatusChange] = []
-
-    def arrived(queue: int, seq: int, message: Publish) -> None:
-        if seq not in queues:  # compaction may have left it in two places
-            queues[seq] = queue
-            at, attempt = message.at, message.attempt
-            steps.append(StatusChange(status=Status.PENDING, queue=queue, attempt=attempt, at=at))
-
+    wanted, history = id.encode(), _History(id)
     for content in contents:
-        if not queues and wanted not in content:
-            continue
-        record = decode(content)
+        if history.queues or wanted in content:
+            history.read(decode(content))
+    return history.steps
+
+
+class _History:
+    """Steps of the messages of one id, record by record."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+        self.queues: dict[int, int] = {}  # the queue of each message of that id
+        self.steps: list[StatusChange] = []
+
+    def read(self, record: Record) -> None:
         match record:
-            case Publish() if record.id == id:
-                arrived(record.queue, record.seq, record)
-            case Fanout() if record.message.id == id:
+            case Publish() if record.id == self._id:
+                self._arrived(record.queue, record.seq, record)
+            case Fanout() if record.message.id == self._id:
                 for queue, seq in record.targets:
-                    arrived(queue, seq, record.message)
+                    self._arrived(queue, seq, record.message)
             case Claim():
                 for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                    if seq in queues:
-                        steps.append(
-                            StatusChange(
-                                status=Status.DELIVERED, queue=record.queue, attempt=attempt
-                            )
-                        )
+                    self._step(Status.DELIVERED, record.queue, seq, attempt)
             case Ack() | Remove():
                 status = Status.ACKNOWLEDGED if isinstance(record, Ack) else Status.REMOVED
-                steps += [
-                    StatusChange(status=status, queue=record.queue)
-                    for seq in record.seqs
-                    if seq in queues
-                ]
-            case Release() if record.seq in queues:
-                steps.append(
-                    StatusChange(status=Status.FAILED, queue=record.queue, attempt=record.attempt)
-                )
-            case Bury():
-                if record.seq in queues:
-                    steps.append(StatusChange(status=Status.DEAD_LETTERED, queue=record.queue))
-                if record.letter.id == id:
-                    queues[record.letter.seq] = record.letter.queue
+                for seq in record.seqs:
+                    self._step(status, record.queue, seq)
+            case Release():
+                self._step(Status.FAILED, record.queue, record.seq, record.attempt)
+            case DeadLetterMove():
+                self._step(Status.DEAD_LETTERED, record.queue, record.seq)
+                if record.letter.id == self._id:
+                    self.queues[record.letter.seq] = record.letter.queue
             case _:
                 pass
-    return steps
+
+    def _arrived(self, queue: int, seq: int, message: Publish) -> None:
+        if seq not in self.queues:  # compaction may have left it in two places
+            self.queues[seq] = queue
+            self.steps.append(
+                StatusChange(
+                    status=Status.PENDING, queue=queue, attempt=message.attempt, at=message.at
+                )
+            )
+
+    def _step(self, status: Status, queue: int, seq: int, attempt: int = 0) -> None:
+        if seq in self.queues:
+            self.steps.append(StatusChange(status=status, queue=queue, attempt=attempt))

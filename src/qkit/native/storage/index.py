@@ -65,7 +65,7 @@ class Index:
     >>> index = Index()
     >>> index.add(1, (1, 80)); index.add(2, (1, 200)); index.add(3, (2, 80))
     >>> index.forget(2)
-    >>> index.place(3), index[1].live
+    >>> index.position(3), index[1].live
     ((2, 80), 1)
     """
 
@@ -114,7 +114,7 @@ class Index:
         numbers = sorted(segments)
         self._table = numbers, [segments[number].seqs[0] for number in numbers], segments
 
-    def agree(self, known: Container[int]) -> None:
+    def retain_only(self, known: Container[int]) -> None:
         """Only these messages are wanted, each in the last segment that tells of it.
 
         A crash in the middle of compaction leaves records in two segments.
@@ -142,7 +142,7 @@ class Index:
         place = segment.find(seq)
         return None if place < 0 else (segment, place)
 
-    def place(self, seq: int) -> Position | None:
+    def position(self, seq: int) -> Position | None:
         """Where the record of a message begins."""
         found = self.find(seq)
         return None if found is None else (found[0].number, found[0].offsets[found[1]])

@@ -9,41 +9,68 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
 from qkit.native.log.encode import (
     encode_ack,
-    encode_bury,
+    encode_bulk_import,
     encode_claim,
+    encode_dead_letter_move,
     encode_declare,
     encode_delete,
     encode_fanout,
-    encode_inbox,
     encode_publish,
     encode_release,
     encode_remove,
     renumbered,
 )
 from qkit.native.log.log import Log, positions
-from qkit.native.log.record import Bury, Fanout, Publish, decode
+from qkit.native.log.record import DeadLetterMove, Fanout, Publish, decode
 from qkit.native.log.segment import FRAME_SIZE
 from qkit.native.log.tail import Position
-from qkit.native.log.writer import Done
-from qkit.native.queue.stored_message import Stored, Waiting
+from qkit.native.log.writer import AppendCallback
+from qkit.native.queue.state import QueueState
+from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.replay import Replay
 
-if TYPE_CHECKING:
-    from qkit.native.storage.durable_queue import DurableActor
+__all__ = ["Journal", "JournaledQueue", "PendingMessage"]
 
-__all__ = ["Arrival", "Journal"]
-
-MANY: Final = 10_000  # messages in one record of a purge
-TOGETHER: Final = 1 << 20  # bytes of messages in one batch
+MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
+MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
 
 
-class Arrival(NamedTuple):
+class JournaledQueue(Protocol):
+    """A queue that gets messages from the journal once they are written."""
+
+    number: int  # identifies the queue in the log
+    state: QueueState
+
+    def wake_capacity_waiters(self) -> None:
+        """Wake senders that wait for room: a reserved place is free again."""
+        ...
+
+    def admit(
+        self,
+        now: float,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+        seq: int,
+    ) -> int | None:
+        """Add a message that was written; return its position in the queue."""
+        ...
+
+
+_Queue = TypeVar("_Queue", bound=JournaledQueue)
+
+
+class PendingMessage(NamedTuple):
     """A message on its way to the disk; times are monotonic."""
 
     id: str
@@ -53,24 +80,24 @@ class Arrival(NamedTuple):
     priority: int | None
     due: float | None
     expires: float | None
-    actors: Sequence[DurableActor]  # the queue, or the groups of a topic, that will get it
+    actors: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
 
 
 class _Batch:
     """Arrivals that were appended together, and the sender that waits for them."""
 
-    __slots__ = ("_arrivals", "_contents", "_first", "_future", "_journal")
+    __slots__ = ("_contents", "_first", "_future", "_journal", "_pending")
 
     def __init__(
         self,
         journal: Journal,
-        arrivals: Sequence[Arrival],
+        pending: Sequence[PendingMessage],
         contents: list[bytes],
         first: int,
         future: asyncio.Future[list[int | None]],
     ) -> None:
         self._journal = journal
-        self._arrivals = arrivals
+        self._pending = pending
         self._contents = contents
         self._first = first  # the number of the first message
         self._future = future
@@ -78,10 +105,10 @@ class _Batch:
     def done(self, position: Position | None, error: StorageError | None) -> None:
         """Told by the log: hand the messages to their queues, also if the sender is gone."""
         if position is None:
-            for arrival in self._arrivals:
-                for actor in arrival.actors:
+            for message in self._pending:
+                for actor in message.actors:
                     actor.state.unreserve()
-                    actor.offer()
+                    actor.wake_capacity_waiters()
             if not self._future.done() and error is not None:
                 self._future.set_exception(error)
             return
@@ -91,22 +118,22 @@ class _Batch:
         places = [position] if len(contents) == 1 else positions(position, contents)
         seq, at = self._first, 0
         answers: list[int | None] = []
-        for arrival in self._arrivals:
+        for message in self._pending:
             ahead: int | None = None
-            if arrival.actors:
-                for actor in arrival.actors:
+            if message.actors:
+                for actor in message.actors:
                     actor.state.unreserve()
                     journal.index.add(seq, places[at])
-                    ahead = actor.admit(now, *arrival[:7], seq)
+                    ahead = actor.admit(now, *message[:7], seq)
                     seq += 1
                 at += 1
-            answers.append(ahead if len(arrival.actors) == 1 else None)
+            answers.append(ahead if len(message.actors) == 1 else None)
         if not self._future.done():
             self._future.set_result(answers)
 
 
 _Waiting = tuple[
-    "DurableActor",
+    JournaledQueue,
     str,
     bytes,
     "dict[str, str] | None",
@@ -121,12 +148,12 @@ _Waiting = tuple[
 class _Together:
     """Single messages of one turn of the loop: one batch of the log, and one callback."""
 
-    __slots__ = ("_first", "_journal", "contents", "size", "turn", "waiting")
+    __slots__ = ("_first", "_journal", "contents", "group_number", "size", "waiting")
 
-    def __init__(self, journal: Journal, turn: int) -> None:
+    def __init__(self, journal: Journal, group_number: int) -> None:
         self._journal = journal
         self._first = journal.next_seq
-        self.turn = turn
+        self.group_number = group_number
         self.size = 0
         self.contents: list[bytes] = []
         self.waiting: list[_Waiting] = []
@@ -137,7 +164,7 @@ class _Together:
         if position is None:
             for actor, *_, future in self.waiting:
                 actor.state.unreserve()
-                actor.offer()
+                actor.wake_capacity_waiters()
                 if error is not None and not future.done():
                     future.set_exception(error)
             return
@@ -171,7 +198,7 @@ class Journal:
 
     # Messages arrive
 
-    def publish(self, arrivals: Sequence[Arrival]) -> asyncio.Future[list[int | None]]:
+    def publish(self, pending: Sequence[PendingMessage]) -> asyncio.Future[list[int | None]]:
         """Write messages, then hand them to their queues; the answer is their positions.
 
         Every place in a queue must have been reserved; it is given back here.
@@ -181,25 +208,25 @@ class Journal:
         first, self._together = self.next_seq, None  # numbers are given in the order of the log
         contents: list[bytes] = []
         try:
-            for arrival in arrivals:
-                if arrival.actors:
-                    contents.append(self._encode(arrival, offset))
+            for message in pending:
+                if message.actors:
+                    contents.append(self._encode(message, offset))
             if not contents:  # a topic without groups: nobody will ever read it
-                future.set_result([None] * len(arrivals))
+                future.set_result([None] * len(pending))
                 return future
-            batch = _Batch(self, arrivals, contents, first, future)
-            self.log.append_then(contents, batch.done)
+            batch = _Batch(self, pending, contents, first, future)
+            self.log.append_with_callback(contents, batch.done)
         except BaseException:
             self.next_seq = first
-            for arrival in arrivals:
-                for actor in arrival.actors:
+            for message in pending:
+                for actor in message.actors:
                     actor.state.unreserve()
             raise
         return future
 
     def publish_one(
         self,
-        actor: DurableActor,
+        actor: JournaledQueue,
         id: str,
         body: bytes,
         headers: dict[str, str] | None,
@@ -230,11 +257,15 @@ class Journal:
         future: asyncio.Future[int | None] = self._loop.create_future()
         waiting = actor, id, body, headers, key, priority, due, expires, future
         together = self._together
-        if together is None or together.turn != self.log.turn or together.size > TOGETHER:
-            together = _Together(self, self.log.turn)
+        if (
+            together is None
+            or together.group_number != self.log.group_number
+            or together.size > MAX_BATCH_BYTES
+        ):
+            together = _Together(self, self.log.group_number)
             together.contents.append(content)
             try:
-                self.log.append_then(together.contents, together.done)
+                self.log.append_with_callback(together.contents, together.done)
             except BaseException:
                 state.unreserve()
                 raise
@@ -246,8 +277,8 @@ class Journal:
         self.next_seq += 1
         return future
 
-    def _encode(self, arrival: Arrival, offset: float) -> bytes:
-        id, body, headers, key, priority, due, expires, actors = arrival
+    def _encode(self, message: PendingMessage, offset: float) -> bytes:
+        id, body, headers, key, priority, due, expires, actors = message
         seq = self.next_seq
         content = encode_publish(
             actors[0].number,
@@ -267,31 +298,31 @@ class Journal:
             content = encode_fanout(targets, content)
         return content
 
-    async def take_in(
-        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[DurableActor], bytes, Publish]]]
-    ) -> list[tuple[DurableActor, int, Publish]]:
+    async def import_messages(
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[_Queue], bytes, Publish]]]
+    ) -> list[tuple[_Queue, int, Publish]]:
         """Write the messages of a bulk file: all of them count, or none if this does not return.
 
         What is written piece by piece counts once the last record is on the disk.
         """
-        arrived: list[tuple[DurableActor, int, Publish]] = []
+        arrived: list[tuple[_Queue, int, Publish]] = []
         begin = self.next_seq
         try:
             async for chunk in chunks:
-                arrived += await self._take_chunk(chunk)
-            await self.log.append([encode_inbox(name, begin, self.next_seq - 1)])
+                arrived += await self._import_chunk(chunk)
+            await self.log.append([encode_bulk_import(name, begin, self.next_seq - 1)])
         except BaseException:
             for _, seq, _ in arrived:
                 self.index.forget(seq)
             raise
         return arrived
 
-    async def _take_chunk(
-        self, chunk: list[tuple[Sequence[DurableActor], bytes, Publish]]
-    ) -> list[tuple[DurableActor, int, Publish]]:
+    async def _import_chunk(
+        self, chunk: list[tuple[Sequence[_Queue], bytes, Publish]]
+    ) -> list[tuple[_Queue, int, Publish]]:
         first, self._together = self.next_seq, None
         contents: list[bytes] = []
-        arrived: list[tuple[DurableActor, int, Publish]] = []
+        arrived: list[tuple[_Queue, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
@@ -315,11 +346,11 @@ class Journal:
             if not future.done():
                 future.set_result(None)
 
-        self.log.append_then(contents, done)
+        self.log.append_with_callback(contents, done)
         await future
         return arrived
 
-    def keep(self, body: bytes) -> bytes | None:
+    def body_to_keep(self, body: bytes) -> bytes | None:
         """The body if there is room for it in memory, else ``None``: it stays on the disk."""
         held = self.held + len(body)
         if held > self._limit:
@@ -343,19 +374,19 @@ class Journal:
         self._note(encode_declare(number, name, group, config))
         return number
 
-    def delete(self, number: int, messages: Iterable[Stored]) -> None:
+    def delete(self, number: int, messages: Iterable[StoredMessage]) -> None:
         """A queue and all that was in it are gone."""
         self._note(encode_delete(number))
         self._forget(messages)
 
     # What happens to messages
 
-    def claim(self, number: int, messages: Sequence[Stored]) -> None:
+    def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
         """Messages were handed out."""
         seqs = [message.seq for message in messages]
         self._note(encode_claim(number, seqs, [message.attempt for message in messages]))
 
-    def ack(self, number: int, message: Stored) -> None:
+    def ack(self, number: int, message: StoredMessage) -> None:
         """The work on a message is done."""
         self._note(encode_ack(number, (message.seq,)))
         self.index.forget(message.seq)
@@ -363,23 +394,23 @@ class Journal:
             self.held -= len(message.body)
 
     def release(
-        self, number: int, message: Stored, due: float | None, headers: dict[str, str] | None
+        self, number: int, message: StoredMessage, due: float | None, headers: dict[str, str] | None
     ) -> None:
         """A message was given back; ``due`` is monotonic."""
         wall = 0.0 if due is None else due + self.clock.time() - self.clock.monotonic()
         self._note(encode_release(number, message.seq, message.attempt, wall, headers))
-        self.let_go(message)
+        self.release_body(message)
 
-    def let_go(self, message: Stored) -> None:
+    def release_body(self, message: StoredMessage) -> None:
         """A message waits again: above the limit its body stays on the disk."""
         if self.held > self._limit and message.body is not None:
             self.held -= len(message.body)
             message.body = None
 
-    def bury(
+    def dead_letter(
         self,
         number: int,
-        message: Stored,
+        message: StoredMessage,
         target: int,
         id: str,
         body: bytes,
@@ -399,26 +430,26 @@ class Journal:
                 self._unwritten.pop(seq, None)
 
         self._unwritten[seq] = body
-        self._note(encode_bury(number, message.seq, letter), done)
+        self._note(encode_dead_letter_move(number, message.seq, letter), done)
         self.next_seq = seq + 1
         self._forget((message,))
         return seq
 
-    def remove(self, number: int, entries: Sequence[Waiting]) -> None:
+    def remove(self, number: int, entries: Sequence[WaitingMessage]) -> None:
         """Messages were purged, dropped or removed."""
-        for start in range(0, len(entries), MANY):
-            some = entries[start : start + MANY]
+        for start in range(0, len(entries), MAX_SEQS_PER_RECORD):
+            some = entries[start : start + MAX_SEQS_PER_RECORD]
             self._note(encode_remove(number, [_seq_of(entry) for entry in some]))
         self._forget(entries)
 
-    def _forget(self, entries: Iterable[Waiting]) -> None:
+    def _forget(self, entries: Iterable[WaitingMessage]) -> None:
         for entry in entries:
             self.index.forget(_seq_of(entry))
             body = entry[1] if isinstance(entry, tuple) else entry.body
             if body is not None:
                 self.held -= len(body)
 
-    def _note(self, content: bytes, done: Done | None = None) -> None:
+    def _note(self, content: bytes, done: AppendCallback | None = None) -> None:
         """Write what has happened. A log that is read-only keeps what it told before.
 
         Time goes on there too (leases end, messages expire), and nobody could be told of an
@@ -433,14 +464,14 @@ class Journal:
 
     # Reading back
 
-    def load(self, messages: Iterable[Stored]) -> list[bytes | None]:
+    def load(self, messages: Iterable[StoredMessage]) -> list[bytes | None]:
         """The bodies of these messages, ``None`` for one that cannot be read any more.
 
         Blocking, for any thread.
         """
         return [self.body(message) for message in messages]
 
-    def body(self, message: Stored) -> bytes | None:
+    def body(self, message: StoredMessage) -> bytes | None:
         """A message's body, read if need be. Blocking; ``None`` if it cannot be read."""
         for _ in range(3):  # it may have been moved by compaction between look-up and reading
             body = message.body
@@ -448,17 +479,17 @@ class Journal:
                 body = self._unwritten.get(message.seq)
             if body is not None:
                 return body
-            place = self.index.place(message.seq)
+            place = self.index.position(message.seq)
             try:
                 if place is not None:
                     return _body_in(self.log.read(*place))
             except (QueueError, OSError):
-                if self.index.place(message.seq) == place:
+                if self.index.position(message.seq) == place:
                     break
         return None
 
 
-def _seq_of(entry: Waiting) -> int:
+def _seq_of(entry: WaitingMessage) -> int:
     return entry[4] if isinstance(entry, tuple) else entry.seq
 
 
@@ -466,7 +497,7 @@ def _body_in(content: bytes) -> bytes:
     record = decode(content)
     if isinstance(record, Fanout):
         return record.message.body
-    if isinstance(record, Bury):
+    if isinstance(record, DeadLetterMove):
         return record.letter.body
     assert isinstance(record, Publish)
     return record.body

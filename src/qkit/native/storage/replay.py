@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from qkit.native.log.encode import (
+    encode_bulk_import,
     encode_claim,
     encode_declare,
-    encode_inbox,
     encode_publish,
     renumbered,
     without_body,
@@ -22,31 +22,33 @@ from qkit.native.log.record import (
     BULK,
     ONE_SEQ,
     PUBLISH,
+    QUEUE_SEQ,
+    QUEUE_SEQ_OFFSET,
     TARGETS,
-    WHOSE,
-    WHOSE_AT,
     Ack,
-    Bury,
+    BulkImport,
     Claim,
+    DeadLetterMove,
     Declare,
     Delete,
     Fanout,
-    Inbox,
     Publish,
+    Record,
     Release,
     Remove,
     decode,
     decode_publish,
 )
 from qkit.native.log.recovery import Entry
+from qkit.native.log.tail import Position
 from qkit.native.storage.index import Index
 
-__all__ = ["Recovered", "Replay", "messages_in"]
+__all__ = ["RecoveredMessage", "Replay", "messages_in"]
 
-_whose: Final = WHOSE.unpack_from
+_queue_seq: Final = QUEUE_SEQ.unpack_from
 
 
-class Recovered:
+class RecoveredMessage:
     """A message as the log tells of it; times are wall times, 0 for none."""
 
     __slots__ = (
@@ -106,7 +108,7 @@ class Replay:
         self.limit = limit
         self.index = Index()
         self.queues: dict[int, Declare] = {}
-        self.taken: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
+        self.imported: dict[str, tuple[int, int]] = {}  # bulk files, with first and last message
         self.orphans: list[str] = []
         self.assumed: set[int] = set()  # queues that must be declared again
         self.held = 0  # bytes of bodies in memory
@@ -123,46 +125,51 @@ class Replay:
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Follow the log from where it was left."""
-        messages, index = self._messages, self.index
+        index = self.index
         for position, content in entries:
             self.records += 1
             if content[0] == PUBLISH:
                 self._publish(content)
-                index.add(_whose(content, WHOSE_AT)[1], position)
-                continue
-            record = decode(content)
-            match record:
-                case Claim():
-                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                        if seq in messages:
-                            self._claimed[seq] = attempt
-                case Ack() | Remove():
-                    for seq in record.seqs:
-                        self._forget(seq)
-                case Release():
-                    self._release(record)
-                case Bury():
-                    self._bury(record, content[ONE_SEQ.size :])
-                    index.add(record.letter.seq, position)
-                case Fanout():
-                    self._fan_out(record, content)
-                    for _, seq in record.targets:
-                        index.add(seq, position)
-                case Declare():
-                    self.queues[record.queue] = record
-                    self.last_queue = max(self.last_queue, record.queue)
-                case Delete():
-                    self.queues.pop(record.queue, None)
-                    self.assumed.discard(record.queue)
-                    self._deleted[record.queue] = self.last_seq
-                    self.last_queue = max(self.last_queue, record.queue)
-                case Inbox():
-                    self._take(record)
-                case Publish():
-                    raise AssertionError("dealt with before")
+                index.add(_queue_seq(content, QUEUE_SEQ_OFFSET)[1], position)
+            else:
+                self._apply(decode(content), content, position)
+
+    def _apply(self, record: Record, content: bytes, position: Position) -> None:
+        match record:
+            case Claim():
+                self._claim(record)
+            case Ack() | Remove():
+                for seq in record.seqs:
+                    self._forget(seq)
+            case Release():
+                self._release(record)
+            case DeadLetterMove():
+                self._dead_letter_move(record, content[ONE_SEQ.size :])
+                self.index.add(record.letter.seq, position)
+            case Fanout():
+                self._fan_out(record, content)
+                for _, seq in record.targets:
+                    self.index.add(seq, position)
+            case Declare():
+                self.queues[record.queue] = record
+                self.last_queue = max(self.last_queue, record.queue)
+            case Delete():
+                self.queues.pop(record.queue, None)
+                self.assumed.discard(record.queue)
+                self._deleted[record.queue] = self.last_seq
+                self.last_queue = max(self.last_queue, record.queue)
+            case BulkImport():
+                self._bulk_import(record)
+            case Publish():
+                raise AssertionError("dealt with before")
+
+    def _claim(self, record: Claim) -> None:
+        for seq, attempt in zip(record.seqs, record.attempts, strict=True):
+            if seq in self._messages:
+                self._claimed[seq] = attempt
 
     def _publish(self, content: bytes) -> None:
-        seq = _whose(content, WHOSE_AT)[1]
+        seq = _queue_seq(content, QUEUE_SEQ_OFFSET)[1]
         self.last_seq = max(self.last_seq, seq)
         head = without_body(content)
         body = len(content) - len(head)
@@ -175,7 +182,7 @@ class Replay:
 
     def _fan_out(self, record: Fanout, content: bytes) -> None:
         """All groups or none: one whose declaration a power loss took was told of nothing."""
-        message = content[TARGETS.size + WHOSE.size * len(record.targets) :]
+        message = content[TARGETS.size + QUEUE_SEQ.size * len(record.targets) :]
         whole = self._repaired or all(queue in self.queues for queue, _ in record.targets)
         for target in record.targets:
             self.last_seq = max(self.last_seq, target[1])
@@ -192,13 +199,13 @@ class Replay:
             record = record._replace(headers=before.headers)
         self._released[seq] = record
 
-    def _bury(self, record: Bury, letter: bytes) -> None:
+    def _dead_letter_move(self, record: DeadLetterMove, letter: bytes) -> None:
         if record.letter.queue not in self.queues:
             self._declare_letters(record)
         self._forget(record.seq)
         self._publish(letter)
 
-    def _declare_letters(self, record: Bury) -> None:
+    def _declare_letters(self, record: DeadLetterMove) -> None:
         """The declaration of a dead-letter queue is missing: its source says how it was named.
 
         It and this record may both be among the last writes, of which a power loss keeps any. Or
@@ -216,8 +223,8 @@ class Replay:
             self.queues[number] = Declare(number, name, None, config)
             self.assumed.add(number)
 
-    def _take(self, record: Inbox) -> None:
-        self.taken[record.name] = (record.first, record.last)
+    def _bulk_import(self, record: BulkImport) -> None:
+        self.imported[record.name] = (record.first, record.last)
         for seq in [seq for seq in self._bulk if record.first <= seq <= record.last]:
             self._messages[seq] = self._bulk.pop(seq)
 
@@ -242,7 +249,7 @@ class Replay:
         find = self.index.find
         for content in contents:
             if content[0] == PUBLISH:
-                seq = _whose(content, WHOSE_AT)[1]
+                seq = _queue_seq(content, QUEUE_SEQ_OFFSET)[1]
                 if find(seq) is not None:
                     (self._bulk if content[1] & BULK else self._messages)[seq] = content
                     self._bodiless.add(seq)
@@ -250,13 +257,11 @@ class Replay:
             record = decode(content)
             match record:
                 case Claim():
-                    for seq, attempt in zip(record.seqs, record.attempts, strict=True):
-                        if seq in self._messages:
-                            self._claimed[seq] = attempt
+                    self._claim(record)
                 case Declare():
                     self.queues[record.queue] = record
-                case Inbox():
-                    self.taken[record.name] = (record.first, record.last)
+                case BulkImport():
+                    self.imported[record.name] = (record.first, record.last)
                 case _:
                     raise AssertionError(record)
 
@@ -264,10 +269,10 @@ class Replay:
         """What a snapshot has to tell so that ``load`` knows what was read."""
         for number, queue in self.queues.items():
             yield encode_declare(number, queue.name, queue.group, queue.config)
-        for name, (first, last) in self.taken.items():
-            yield encode_inbox(name, first, last)
+        for name, (first, last) in self.imported.items():
+            yield encode_bulk_import(name, first, last)
         for seq, content in self._messages.items():
-            queue_number = _whose(content, WHOSE_AT)[0]
+            queue_number = _queue_seq(content, QUEUE_SEQ_OFFSET)[0]
             if seq <= self._deleted.get(queue_number, 0):
                 continue
             if seq in self._released:
@@ -283,7 +288,7 @@ class Replay:
 
     # The end
 
-    def finish(self) -> list[Recovered]:
+    def finish(self) -> list[RecoveredMessage]:
         """The log has come to its end: the messages that there are, in order.
 
         Those of deleted queues go, and those of bulk files that were not taken in whole.
@@ -296,11 +301,11 @@ class Replay:
         for seq in list(self._bulk):
             self._forget(seq)
         for seq, content in list(self._messages.items()):
-            number = _whose(content, WHOSE_AT)[0]
+            number = _queue_seq(content, QUEUE_SEQ_OFFSET)[0]
             self.last_queue = max(self.last_queue, number)  # a number is given once
             if seq <= self._deleted.get(number, 0) or not self._known(number):
                 self._forget(seq)
-        self.index.agree(self._messages)
+        self.index.retain_only(self._messages)
         messages = self._messages
         return [self._recovered(seq, messages[seq]) for seq in sorted(messages)]
 
@@ -312,10 +317,10 @@ class Replay:
             self.orphans.append(name)
         return queue in self.queues
 
-    def _recovered(self, seq: int, content: bytes) -> Recovered:
+    def _recovered(self, seq: int, content: bytes) -> RecoveredMessage:
         record = decode_publish(content)
         body = None if seq in self._bodiless else record.body
-        message = Recovered(record, record.queue, seq, body)
+        message = RecoveredMessage(record, record.queue, seq, body)
         released = self._released.get(seq)
         if released is not None:
             message.attempt, message.due = released.attempt, released.due
@@ -329,12 +334,12 @@ class Replay:
 def messages_in(content: bytes) -> list[int]:
     """The numbers of the messages whose body a record holds."""
     if content[0] == PUBLISH:
-        return [_whose(content, WHOSE_AT)[1]]
+        return [_queue_seq(content, QUEUE_SEQ_OFFSET)[1]]
     record = decode(content)
     match record:
         case Fanout():
             return [seq for _, seq in record.targets]
-        case Bury():
+        case DeadLetterMove():
             return [record.letter.seq]
         case _:
             return []

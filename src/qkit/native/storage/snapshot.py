@@ -35,7 +35,7 @@ _HEADER: Final = struct.Struct("<8sHHI16sIQQI")
 _CRC: Final = struct.Struct("<I")
 _SEGMENT: Final = struct.Struct("<III")  # number, generation, messages
 _LENGTH: Final = struct.Struct("<I")
-PIECE: Final = 1 << 18
+WRITE_BYTES: Final = 1 << 18
 _NAME: Final = re.compile(r"(\d{8,10})\.snap")
 
 
@@ -75,7 +75,7 @@ def _write(
     for part in body:
         piece.append(part)
         waiting += len(part)
-        if waiting >= PIECE:
+        if waiting >= WRITE_BYTES:
             size, crc = _put(disk, fd, piece, size, crc)
             piece, waiting = [], 0
     size, crc = _put(disk, fd, piece, size, crc)

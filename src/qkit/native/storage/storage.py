@@ -1,4 +1,4 @@
-"""The directory of a durable engine: opened, recovered, kept tidy and closed.
+"""The directory of a durable engine: open, recover, maintain and close.
 
 LOCK      the owner's, see ``log/disk.py``
 log/      the segments and a snapshot, see ``log/segment.py`` and ``snapshot.py``
@@ -22,18 +22,25 @@ from qkit.errors import (
     InvalidName,
     LogDamaged,
 )
-from qkit.native.bulk import bulks, check_bulk, discard, read_bulk
+from qkit.native.bulk import check_bulk, published_jobs, read_bulk, remove_job
 from qkit.native.log.disk import Disk
-from qkit.native.log.log import SEGMENT_BYTES, Fsync, Log, tidying
+from qkit.native.log.log import SEGMENT_BYTES, Fsync, Log, storage_errors
 from qkit.native.log.record import Publish
-from qkit.native.log.retention import exchanging
+from qkit.native.log.retention import retention_lock
 from qkit.native.queue.actor import QueueActor
 from qkit.native.queue.topic import Topic
-from qkit.native.storage.compaction import Compacted, Plan, choose, compact, plan, replaced
+from qkit.native.storage.compaction import (
+    CompactionPlan,
+    CompactionResult,
+    choose_segments,
+    compact,
+    plan,
+    reindex,
+)
 from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange, history_of
 from qkit.native.storage.journal import Journal
-from qkit.native.storage.replay import Recovered, Replay
+from qkit.native.storage.replay import RecoveredMessage, Replay
 from qkit.native.storage.snapshot import read_snapshot, write_snapshot
 
 __all__ = ["Fsync", "Storage"]
@@ -43,12 +50,12 @@ logger = logging.getLogger("qkit.native")
 _T = TypeVar("_T")
 P = ParamSpec("P")
 
-LOOK: Final = 1.0  # seconds between looks at whether there is anything to tidy
-IDLE: Final = 5.0  # seconds without a write after which it is a good moment
-PERIOD: Final = 600.0  # seconds after which it is done whatever else
-WORTH: Final = 1 << 20  # bytes of new log below which a snapshot is not worth a segment's end
-CHUNK: Final = 2_000  # messages of a bulk file written together
-MOST: Final = 2_000_000  # messages above which a snapshot would cost more memory than it is worth
+CHECK_INTERVAL_SECONDS: Final = 1.0  # between checks whether maintenance is due
+IDLE_SECONDS: Final = 5.0  # without a write: a good moment for maintenance
+MAINTENANCE_INTERVAL_SECONDS: Final = 600.0  # maintenance is due after this time in any case
+MIN_SNAPSHOT_BYTES: Final = 1 << 20  # of new log: with less, no segment is ended for a snapshot
+BULK_CHUNK_MESSAGES: Final = 2_000  # messages of a bulk file written together
+MAX_SNAPSHOT_MESSAGES: Final = 2_000_000  # with more, a snapshot would take too much memory
 
 
 class Storage:
@@ -71,19 +78,19 @@ class Storage:
         self._clock = clock
         self._limit = memory_limit
         self._repair = repair
-        self.recovered: list[Recovered] = []  # what the engine has to take over
+        self.recovered: list[RecoveredMessage] = []  # what the engine has to take over
         self._segment_bytes = segment_bytes
         self._damage: list[Damage] = []
         self._covered = 0  # the last segment that the snapshot covers
         self._snapshot_bytes = 0
         self._stuck: dict[int, tuple[int, ...]] = {}  # see ``_worth_it``
         self._queues: Callable[[], set[int]] = set
-        self._tidying = asyncio.Lock()
-        self._taking = asyncio.Lock()
-        self._taken: set[str] = set()  # bulk files that were taken in
+        self._maintenance_lock = asyncio.Lock()
+        self._import_lock = asyncio.Lock()
+        self._imported: set[str] = set()  # bulk files that were taken in
         self._refused: set[str] = set()  # and such as cannot be
-        self._look_in: Callable[[], Awaitable[object]] | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._import: Callable[[], Awaitable[object]] | None = None
+        self._maintenance_task: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         try:
             self.log = Log(
@@ -117,7 +124,7 @@ class Storage:
         for damage in self.damage:
             logger.warning("recovering %s: %s", self.path, damage)
         self.journal = Journal(self.log, self._clock, replay)
-        self._taken.update(replay.taken)
+        self._imported.update(replay.imported)
         return replay
 
     def _replay(self) -> Replay:
@@ -129,18 +136,18 @@ class Storage:
         return replay
 
     def start(
-        self, queues: Callable[[], set[int]], look_in: Callable[[], Awaitable[object]]
+        self, queues: Callable[[], set[int]], import_files: Callable[[], Awaitable[object]]
     ) -> None:
-        """Keep the directory tidy from now on, and look for bulk files.
+        """Start the maintenance task: compaction, snapshots, import of bulk files.
 
-        ``queues`` tells which numbers are in use, ``look_in`` takes bulk files.
+        ``queues`` tells which numbers are in use, ``import_files`` imports bulk files.
 
-        Not in virtual time, where a second costs nothing: there ``tidy`` is called by hand.
+        Not in virtual time, where a second costs nothing: there ``maintain`` is called by hand.
         """
-        self._queues, self._look_in = queues, look_in
+        self._queues, self._import = queues, import_files
         if not self.log.inline:
-            self._keeper = asyncio.get_running_loop().create_task(
-                self._keep(), name="qkit-native-keeper"
+            self._maintenance_task = asyncio.get_running_loop().create_task(
+                self._maintenance_loop(), name="qkit-native-maintenance"
             )
 
     async def close(self) -> None:
@@ -150,17 +157,17 @@ class Storage:
         await asyncio.shield(self._closing)  # it comes to its end although nobody waits any more
 
     async def _close(self) -> None:
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.wait([self._keeper])
+        if self._maintenance_task is not None:
+            self._maintenance_task.cancel()
+            await asyncio.wait([self._maintenance_task])
         try:
             await self.log.close()
         finally:
-            if self.log.owed:
+            if self.log.deferred_records:
                 logger.error(
                     "the disk is full: %d records could not be written before closing; what they "
                     "settled will be delivered again",
-                    self.log.owed,
+                    self.log.deferred_records,
                 )
 
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
@@ -168,27 +175,27 @@ class Storage:
             return function(*args, **kwargs)
         return await run_to_completion(asyncio.to_thread(function, *args, **kwargs))
 
-    # Tidying
+    # Maintenance
 
-    async def _keep(self) -> None:
+    async def _maintenance_loop(self) -> None:
         seen, quiet, passed = -1, 0.0, 0.0
         while not self.log.read_only:
-            await asyncio.sleep(LOOK)
-            passed += LOOK
-            quiet = quiet + LOOK if self.log.groups == seen else 0.0
+            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
+            passed += CHECK_INTERVAL_SECONDS
+            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.groups == seen else 0.0
             seen = self.log.groups
-            due = quiet == IDLE or passed >= PERIOD or self._grown()
-            # Whatever goes wrong, it is told and tried again: a directory that nobody tidies any
-            # more would fill the disk in silence.
+            due = quiet == IDLE_SECONDS or passed >= MAINTENANCE_INTERVAL_SECONDS or self._grown()
+            # Whatever goes wrong, it is told and tried again: without maintenance the
+            # disk would fill up in silence.
             try:
                 waiting = await self._in_thread(self.waiting)
-                if waiting and self._look_in is not None:
-                    await self._look_in()
+                if waiting and self._import is not None:
+                    await self._import()
             except Exception:
                 logger.exception("a bulk file could not be taken in; it stays where it is")
             try:
                 if due:
-                    await self.tidy(rotate=quiet >= IDLE)
+                    await self.maintain(rotate=quiet >= IDLE_SECONDS)
             except Exception:
                 logger.exception("the log could not be tidied; it is as before")
             if due:
@@ -198,21 +205,21 @@ class Storage:
         behind = self.log.active - 1 - self._covered
         return behind * self._segment_bytes > max(self._segment_bytes, self._snapshot_bytes)
 
-    async def tidy(self, *, rotate: bool = True, compact: bool = True) -> None:
+    async def maintain(self, *, rotate: bool = True, compact: bool = True) -> None:
         """Take out of the log what nobody needs any more, and write a snapshot.
 
         Writers are not stopped meanwhile. ``rotate`` ends the segment that is being written if it
         is worth it, so that the snapshot covers all that there is. Without ``compact`` only the
         snapshot is written. Raises ``StorageError``.
         """
-        async with self._tidying:
-            if rotate and self.log.active_bytes >= min(WORTH, self._segment_bytes):
+        async with self._maintenance_lock:
+            if rotate and self.log.active_bytes >= min(MIN_SNAPSHOT_BYTES, self._segment_bytes):
                 await self.log.rotate()
             if compact:
                 await self._compact()
             upto = self.log.active - 1
             live = sum(segment.live for segment in self.journal.index)
-            if upto > self._covered and live <= MOST:
+            if upto > self._covered and live <= MAX_SNAPSHOT_MESSAGES:
                 await self._in_thread(self._write_snapshot, upto)
 
     def _write_snapshot(self, upto: int) -> None:
@@ -221,7 +228,7 @@ class Storage:
         for number, _ in self.log.segments():
             if covered < number <= upto:
                 replay.read(self.log.entries(number))
-        with tidying("snapshot"):
+        with storage_errors("snapshot"):
             self._snapshot_bytes = write_snapshot(self.log, upto, replay)
         self._covered = upto
 
@@ -231,7 +238,7 @@ class Storage:
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
         border = await self._in_thread(self._readers_border)
-        runs = choose(
+        runs = choose_segments(
             [item for item in sizes if border is None or item[0] < border],
             index,
             limit=self._segment_bytes,
@@ -249,29 +256,29 @@ class Storage:
             self._stuck[run[0]] = self._signature(run[0])
 
     def _readers_border(self) -> int | None:
-        with exchanging(self.path) as border:
+        with retention_lock(self.path) as border:
             return border
 
-    async def _exchange(self, plan: Plan, compacted: Compacted) -> None:
+    async def _exchange(self, plan: CompactionPlan, compacted: CompactionResult) -> None:
         """Put the new segment in the place of the old ones, unless a reader now wants those."""
-        exchange = exchanging(self.path)
+        exchange = retention_lock(self.path)
         border = await self._in_thread(exchange.__enter__)
         try:
             if border is not None and plan.segments[-1] >= border:
-                await self._in_thread(self.log.drop, compacted.rewrite)
+                await self._in_thread(self.log.discard_rewrite, compacted.rewrite)
                 return
             await self._in_thread(self.log.install, compacted.rewrite)
-            self._switch(plan, compacted)
+            self._activate_rewrite(plan, compacted)
             if len(plan.segments) > 1:
                 await self._in_thread(self.log.remove, plan.segments[1:])
         finally:
             exchange.__exit__(None, None, None)
 
-    def _switch(self, plan: Plan, compacted: Compacted) -> None:
+    def _activate_rewrite(self, plan: CompactionPlan, compacted: CompactionResult) -> None:
         """Take over the new places, in one turn of the loop."""
         index = self.journal.index
-        new = replaced([index[number] for number in plan.segments], plan, compacted)
-        self.log.switch(plan.segments[0])
+        new = reindex([index[number] for number in plan.segments], plan, compacted)
+        self.log.activate_rewrite(plan.segments[0])
         index.replace(plan.segments, new)
 
     def _is_stuck(self, number: int) -> bool:
@@ -291,9 +298,9 @@ class Storage:
 
     def waiting(self) -> list[str]:
         """The bulk files that were published and not taken in yet."""
-        return [job for job in bulks(self.path) if job not in self._refused]
+        return [job for job in published_jobs(self.path) if job not in self._refused]
 
-    async def take_in(
+    async def import_bulk_files(
         self,
         channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
         admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
@@ -304,10 +311,10 @@ class Storage:
         names what cannot be a queue, is left where it is for good, and raised after the others.
         """
         count, failure = 0, None
-        async with self._taking:
+        async with self._import_lock:
             for job in self.waiting():
                 try:
-                    count += await run_to_completion(self._take_job(job, channel, admit))
+                    count += await run_to_completion(self._import_job(job, channel, admit))
                 except (LogDamaged, InvalidName, ConfigError) as error:
                     self._refused.add(job)
                     failure = failure or error
@@ -315,26 +322,26 @@ class Storage:
             raise failure
         return count
 
-    async def _take_job(
+    async def _import_job(
         self,
         job: str,
         channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
         admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
     ) -> int:
         messages: list[tuple[DurableActor, int, Publish]] = []
-        if job not in self._taken:
+        if job not in self._imported:
             await self._in_thread(check_bulk, self.path, job)
-            messages = await self.journal.take_in(job, self._chunks(job, channel))
-            self._taken.add(job)
+            messages = await self.journal.import_messages(job, self._chunks(job, channel))
+            self._imported.add(job)
             admit(messages)
-        await self._in_thread(discard, self.path, job)
+        await self._in_thread(remove_job, self.path, job)
         return len(messages)
 
     async def _chunks(
         self, job: str, channel: Callable[[str, Mapping[str, object]], QueueActor | Topic]
     ) -> AsyncGenerator[list[tuple[Sequence[DurableActor], bytes, Publish]], None]:
         bulk = read_bulk(self.path, job)
-        while chunk := await self._in_thread(lambda: list(islice(bulk, CHUNK))):
+        while chunk := await self._in_thread(lambda: list(islice(bulk, BULK_CHUNK_MESSAGES))):
             messages: list[tuple[Sequence[DurableActor], bytes, Publish]] = []
             for queue, content, message, config in chunk:
                 target = channel(queue, config)
@@ -354,7 +361,7 @@ class Storage:
         written = self.journal.written()
         if written is not None:
             await written
-        async with self._tidying:
+        async with self._maintenance_lock:
             return await self._in_thread(self._history, id)
 
     def _history(self, id: str) -> list[StatusChange]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from qkit import errors
-from qkit.backends.native.socket.protocol import WireError, decode_json, encode_json
+from qkit.backends.native.socket.protocol import ProtocolError, decode_json, encode_json
 from qkit.errors import PartialSend, QueueError
 from qkit.message import Sent
 
@@ -63,4 +63,4 @@ def _error(fields: Any) -> QueueError:
             return cls(results=results, **fields)
         return cls(**fields)
     except (AttributeError, LookupError, TypeError) as error:
-        raise WireError(f"no error in this frame: {error!r}") from error
+        raise ProtocolError(f"no error in this frame: {error!r}") from error

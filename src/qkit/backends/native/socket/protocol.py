@@ -5,7 +5,7 @@ A connection begins with ``MAGIC``, whose last byte is the version; the owner an
 number) and the body. The number is the request's, or the subscription's. Many messages, deliveries
 or settlements travel in one frame; what is rare travels as JSON.
 
->>> list(Frames().feed(frame(PING, 7)))
+>>> list(FrameDecoder().feed(frame(PING, 7)))
 [(10, 7, b'')]
 """
 
@@ -24,9 +24,9 @@ from qkit.message import Envelope, Sent
 __all__ = [
     "MAGIC",
     "MAX_FRAME",
-    "Frames",
-    "Settling",
-    "WireError",
+    "FrameDecoder",
+    "ProtocolError",
+    "SettleItem",
     "decode_credit",
     "decode_deliveries",
     "decode_envelopes",
@@ -67,7 +67,7 @@ ADMINISTER: Final = 8
 LISTEN: Final = 9  # no answer but events
 PING: Final = 10
 RENEW: Final = 11  # no answer: leases of another connection of the same client
-GOODBYE: Final = 12  # no answer: the client leaves in peace
+CLOSE: Final = 12  # no answer: the client leaves in peace
 
 # What an owner says.
 HELLO: Final = 64
@@ -76,9 +76,9 @@ ERROR: Final = 66
 MORE: Final = 67  # a part of an answer too large for one frame; OK follows
 DELIVERIES: Final = 68
 LOST: Final = 69  # the subscription broke
-DIED: Final = 70
+DEAD_LETTERED: Final = 70
 DROPPED: Final = 71
-HEARS: Final = {DIED: 1, DROPPED: 2}  # what LISTEN asks for, added up
+EVENT_FLAGS: Final = {DEAD_LETTERED: 1, DROPPED: 2}  # what LISTEN asks for, added up
 
 ACK: Final = 1
 RELEASE: Final = 2
@@ -100,17 +100,17 @@ DELAYED: Final = 4
 EXPIRING: Final = 8
 NO_LEASE: Final = -1.0
 NO_POSITION: Final = -1
-FARTHEST: Final = (1 << 31) - 1  # no queue has such priorities: the owner refuses them all alike
+MAX_PRIORITY: Final = (1 << 31) - 1  # of the frame; no queue takes one so high
 
 _pack_envelope: Final = ENVELOPE.pack
 _unpack_envelope: Final = ENVELOPE.unpack_from
 
 
-class WireError(QueueError):
+class ProtocolError(QueueError):
     """Bytes that are no frame of this protocol, or one beyond the limit."""
 
 
-class Settling(NamedTuple):
+class SettleItem(NamedTuple):
     """One delivery's end, or the renewal of its lease.
 
     ``headers`` is what a release writes back.
@@ -131,8 +131,8 @@ def frame(kind: int, number: int, body: bytes = b"") -> bytes:
     return HEAD.pack(len(body), kind, number) + body
 
 
-class Frames:
-    """Cuts what arrives into frames; raises ``WireError`` for one beyond ``limit`` bytes."""
+class FrameDecoder:
+    """Cuts what arrives into frames; raises ``ProtocolError`` for one beyond ``limit`` bytes."""
 
     __slots__ = ("_limit", "_missing", "_parts", "_size")
 
@@ -155,7 +155,7 @@ class Frames:
         while end - at >= HEAD.size:
             length, kind, number = HEAD.unpack_from(data, at)
             if length > self._limit:
-                raise WireError(
+                raise ProtocolError(
                     f"a frame of {length} bytes, and {self._limit} is the limit: send less at once"
                 )
             start = at + HEAD.size
@@ -178,8 +178,8 @@ def encode_envelope(item: Envelope) -> bytes:
     flags, priority, due, expires = 0, 0, 0.0, 0.0
     if item.priority is not None:
         flags, priority = RANKED, item.priority
-        if not -FARTHEST <= priority <= FARTHEST:
-            priority = FARTHEST
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            priority = MAX_PRIORITY
     if item.key is not None:
         flags |= KEYED
         key = _bytes(item.key)
@@ -196,7 +196,7 @@ def encode_envelope(item: Envelope) -> bytes:
             flags, priority, due, expires, item.attempt, len(id), len(key), len(headers), len(body)
         )
     except struct.error as error:
-        raise WireError(
+        raise ProtocolError(
             f"a message that cannot travel ({error}): a priority is a whole number, times are "
             "numbers, and nothing is larger than 4 GiB",
             message_id=item.id,
@@ -222,7 +222,7 @@ def _decode_envelope(data: bytes, start: int) -> tuple[Envelope, int]:
         at_body = at_headers + header_bytes
         end = at_body + body_bytes
         if end > len(data):
-            raise WireError("a message shorter than its own parts")
+            raise ProtocolError("a message shorter than its own parts")
         return Envelope(
             _text(data[at_key - id_bytes : at_key]),
             data[at_body:end],
@@ -234,7 +234,7 @@ def _decode_envelope(data: bytes, start: int) -> tuple[Envelope, int]:
             attempt,
         ), end
     except (struct.error, ValueError) as error:
-        raise WireError(f"no message of this protocol: {error!r}") from error
+        raise ProtocolError(f"no message of this protocol: {error!r}") from error
 
 
 def _encode_headers(headers: dict[str, str]) -> bytes:
@@ -282,7 +282,7 @@ def decode_positions(body: bytes) -> list[int | None]:
     try:
         places = struct.unpack(f"<{len(body) // 8}q", body)
     except struct.error as error:
-        raise WireError(f"no positions: {error}") from error
+        raise ProtocolError(f"no positions: {error}") from error
     return [None if place == NO_POSITION else place for place in places]
 
 
@@ -307,7 +307,7 @@ def decode_deliveries(queue: str, body: bytes) -> tuple[int, list[Delivery]]:
     return serial, found
 
 
-def encode_settlings(number: int, items: Iterable[Settling]) -> bytes:
+def encode_settlings(number: int, items: Iterable[SettleItem]) -> bytes:
     """What to do with deliveries of the subscription of that number."""
     parts = [LENGTH.pack(number)]
     for what, receipt, seconds, count, headers in items:
@@ -316,21 +316,21 @@ def encode_settlings(number: int, items: Iterable[Settling]) -> bytes:
     return b"".join(parts)
 
 
-def decode_settlings(body: bytes) -> tuple[int, list[Settling]]:
+def decode_settlings(body: bytes) -> tuple[int, list[SettleItem]]:
     """The subscription and what to do with its deliveries."""
     (number,) = _unpack(LENGTH, body, 0)
-    at, found = LENGTH.size, list[Settling]()
+    at, found = LENGTH.size, list[SettleItem]()
     while at < len(body):
         what, receipt, seconds, count, length = _unpack(SETTLING, body, at)
         start = at + SETTLING.size
         at = start + length
         if at > len(body):
-            raise WireError("a settlement shorter than its own parts")
+            raise ProtocolError("a settlement shorter than its own parts")
         try:
             headers = _decode_headers(body[start:at]) if length else {}
         except ValueError as error:
-            raise WireError(f"no headers: {error!r}") from error
-        found.append(Settling(what, receipt, seconds, bool(count), headers))
+            raise ProtocolError(f"no headers: {error!r}") from error
+        found.append(SettleItem(what, receipt, seconds, bool(count), headers))
     return number, found
 
 
@@ -345,12 +345,12 @@ def decode_renewals(body: bytes) -> tuple[int, list[tuple[int, int, float]]]:
     try:
         return session, list(RENEWAL.iter_unpack(body[SESSION.size :]))
     except struct.error as error:
-        raise WireError(f"no renewals: {error}") from error
+        raise ProtocolError(f"no renewals: {error}") from error
 
 
 def encode_credit(serial: int, wanted: int) -> bytes:
     """How many deliveries are wanted now; the serial number comes back with them."""
-    return CREDITED.pack(serial, min(wanted, FARTHEST))
+    return CREDITED.pack(serial, min(wanted, MAX_PRIORITY))
 
 
 def decode_credit(body: bytes) -> tuple[int, int]:
@@ -388,7 +388,7 @@ def decode_record(cls: type[R], body: bytes) -> R:
         values = cast("dict[str, Any]", decode_json(body))
         return cls(**{name: value for name, value in values.items() if name in known})
     except (AttributeError, TypeError) as error:
-        raise WireError(f"no {cls.__name__}: {error}") from error
+        raise ProtocolError(f"no {cls.__name__}: {error}") from error
 
 
 def encode_json(value: object) -> bytes:
@@ -401,14 +401,14 @@ def decode_json(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"no JSON in this frame: {error!r}") from error
+        raise ProtocolError(f"no JSON in this frame: {error!r}") from error
 
 
 def _unpack(layout: struct.Struct, body: bytes, at: int) -> tuple[Any, ...]:
     try:
         return layout.unpack_from(body, at)
     except struct.error as error:
-        raise WireError(f"a frame shorter than its own parts: {error}") from error
+        raise ProtocolError(f"a frame shorter than its own parts: {error}") from error
 
 
 def _bytes(text: str) -> bytes:
@@ -426,4 +426,4 @@ def _text(data: bytes) -> str:
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
-        raise WireError(f"no text: {error!r}") from error
+        raise ProtocolError(f"no text: {error!r}") from error

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from qkit.errors import BackendUnavailable, ConfigError
 
-__all__ = ["Listening", "connect", "listen", "withdraw"]
+__all__ = ["Listening", "connect", "listen", "remove_socket"]
 
 BACKLOG: Final = 512
 FULL: Final = frozenset({errno.EAGAIN, errno.EWOULDBLOCK})
@@ -86,7 +86,7 @@ def connect(path: Path) -> socket.socket:
     return connection
 
 
-def withdraw(path: Path, inode: int) -> None:
+def remove_socket(path: Path, inode: int) -> None:
     """Take the file away, unless another owner has put its own there."""
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_ino == inode:

@@ -9,10 +9,10 @@ import asyncio
 
 from qkit.backends.native.socket import protocol
 
-__all__ = ["Outlet"]
+__all__ = ["WriteBuffer"]
 
 
-class Outlet:
+class WriteBuffer:
     """The writing half of a connection; what is written after its end goes nowhere."""
 
     __slots__ = ("_gathered", "_loop", "_transport", "_waiters", "closed", "paused")

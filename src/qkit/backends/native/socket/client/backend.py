@@ -16,11 +16,11 @@ from qkit.backend import (
     SubscriptionSpec,
     Support,
 )
-from qkit.backends.native.backend import MEMORY
+from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.socket import protocol
-from qkit.backends.native.socket.client.connection import Link, open_link
-from qkit.backends.native.socket.client.lease_renewal import Renewals
-from qkit.backends.native.socket.client.publisher import Publishing
+from qkit.backends.native.socket.client.connection import ClientConnection, open_connection
+from qkit.backends.native.socket.client.lease_renewal import ClientLeaseRenewal
+from qkit.backends.native.socket.client.publisher import Publisher
 from qkit.backends.native.socket.client.subscription import SocketSubscription
 from qkit.backends.native.socket.error_codec import decode_error
 from qkit.errors import BackendUnavailable, QueueError
@@ -46,19 +46,19 @@ class SocketBackend:
         path: Path,
         *,
         clock: Clock | None = None,
-        capabilities: Capabilities = MEMORY,
+        capabilities: Capabilities = MATRIX["native-memory"],
         on_lost: Callable[[BackendUnavailable], None] | None = None,
     ) -> None:
         self._path = path
         # A virtual clock's leases end when the test says so: no thread in real time may interfere.
         self._renews = clock is None or isinstance(clock, SystemClock)
         self._on_lost = on_lost
-        self._link: Link | None = None
-        self._publishing: Publishing | None = None
-        self._renewals: Renewals | None = None
+        self._connection: ClientConnection | None = None
+        self._publisher: Publisher | None = None
+        self._lease_renewal: ClientLeaseRenewal | None = None
         self._subscriptions: dict[int, SocketSubscription] = {}
         self._callbacks: dict[int, list[Callable[[DeadLetter], None]]] = {
-            protocol.DIED: [],
+            protocol.DEAD_LETTERED: [],
             protocol.DROPPED: [],
         }
         self.capabilities = capabilities
@@ -67,19 +67,19 @@ class SocketBackend:
 
     async def start(self) -> None:
         """Connect, or raise ``BackendUnavailable``; idempotent while the connection lasts."""
-        if self._link is not None:
+        if self._connection is not None:
             return
-        link = await open_link(self._path, self._take, self._lost)
-        self._link = link
-        self._publishing = Publishing(link)
-        self.capabilities = _capabilities(link.hello["capabilities"])
+        connection = await open_connection(self._path, self._take, self._lost)
+        self._connection = connection
+        self._publisher = Publisher(connection)
+        self.capabilities = _capabilities(connection.hello["capabilities"])
         if self._renews:
-            self._renewals = Renewals(self._path, int(link.hello["session"]))
+            self._lease_renewal = ClientLeaseRenewal(self._path, int(connection.hello["session"]))
         self._listen()
 
     def check(self) -> None:
         """Raise ``BackendUnavailable`` unless there is a connection."""
-        if self._link is None:
+        if self._connection is None:
             self._refuse("check", None)
 
     async def declare(self, spec: QueueSpec) -> None:
@@ -98,12 +98,12 @@ class SocketBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        link, publishing = self._link, self._publishing
-        if link is None or publishing is None:
+        connection, publisher = self._connection, self._publisher
+        if connection is None or publisher is None:
             self._refuse("publish", queue)
-        if link.outlet.paused:
-            await link.outlet.drained()
-        return await publishing.publish(queue, envelopes)
+        if connection.write_buffer.paused:
+            await connection.write_buffer.drained()
+        return await publisher.publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[SocketSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
@@ -113,9 +113,9 @@ class SocketBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[SocketSubscription, None]:
-        if self._link is None:
+        if self._connection is None:
             self._refuse("subscribe", spec.queue)
-        subscription = SocketSubscription(self._link, spec.queue, self._renewals)
+        subscription = SocketSubscription(self._connection, spec.queue, self._lease_renewal)
         await subscription.open(spec)
         self._subscriptions[subscription.number] = subscription
         try:
@@ -130,15 +130,15 @@ class SocketBackend:
 
     async def aclose(self) -> None:
         """Say goodbye, so that what is held goes back uncharged, and hang up; idempotent."""
-        link, self._link = self._link, None
-        self._publishing = None
-        if self._renewals is not None:
-            self._renewals.close()
-            self._renewals = None
-        if link is not None:
-            link.tell(protocol.GOODBYE, 0)
+        connection, self._connection = self._connection, None
+        self._publisher = None
+        if self._lease_renewal is not None:
+            self._lease_renewal.close()
+            self._lease_renewal = None
+        if connection is not None:
+            connection.tell(protocol.CLOSE, 0)
             self._break(BackendUnavailable("the backend was closed", backend=self.name))
-            await link.aclose()
+            await connection.aclose()
 
     # Admin
 
@@ -176,7 +176,7 @@ class SocketBackend:
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that the owner's engine wrote by itself."""
-        self._callbacks[protocol.DIED].append(callback)
+        self._callbacks[protocol.DEAD_LETTERED].append(callback)
         self._listen()
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
@@ -185,19 +185,19 @@ class SocketBackend:
         self._listen()
 
     def _listen(self) -> None:
-        wanted = sum(bit for kind, bit in protocol.HEARS.items() if self._callbacks[kind])
-        if wanted and self._link is not None:
-            self._link.tell(protocol.LISTEN, 0, protocol.encode_number(wanted))
+        wanted = sum(bit for kind, bit in protocol.EVENT_FLAGS.items() if self._callbacks[kind])
+        if wanted and self._connection is not None:
+            self._connection.tell(protocol.LISTEN, 0, protocol.encode_number(wanted))
 
     # The connection
 
     async def _ask(
         self, operation: str, kind: int, body: bytes = b"", queue: str | None = None
     ) -> bytes:
-        if self._link is None:
+        if self._connection is None:
             self._refuse(operation, queue)
         try:
-            return await self._link.request(kind, body)
+            return await self._connection.request(kind, body)
         except BackendUnavailable as error:
             error.located(operation=operation, queue=queue)
             raise
@@ -232,11 +232,11 @@ class SocketBackend:
                 logger.exception("a dead-letter callback failed; nothing else did")
 
     def _lost(self, error: BackendUnavailable) -> None:
-        self._link = None
-        self._publishing = None
-        if self._renewals is not None:
-            self._renewals.close()
-            self._renewals = None
+        self._connection = None
+        self._publisher = None
+        if self._lease_renewal is not None:
+            self._lease_renewal.close()
+            self._lease_renewal = None
         self._break(error)
         if self._on_lost is not None:
             self._on_lost(error)

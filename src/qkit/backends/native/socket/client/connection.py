@@ -14,10 +14,10 @@ from qkit._internal.logging import logger
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import decode_error
 from qkit.backends.native.socket.unix_socket import connect
-from qkit.backends.native.socket.write_buffer import Outlet
+from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import BackendUnavailable, QueueError
 
-__all__ = ["Answered", "Link", "open_link"]
+__all__ = ["Answered", "ClientConnection", "open_connection"]
 
 MAX_ANSWER: Final = 0xFFFF_FFFF  # the owner is trusted: it hands out what it accepted
 CLOSE_TIMEOUT: Final = 1.0
@@ -27,31 +27,33 @@ Lost: TypeAlias = Callable[[BackendUnavailable], None]
 Answered: TypeAlias = Callable[[bytes | QueueError], None]
 
 
-async def open_link(path: Path, push: Push, lost: Lost) -> Link:
+async def open_connection(path: Path, push: Push, lost: Lost) -> ClientConnection:
     """Connect to the owner and hear its greeting, or raise ``BackendUnavailable``.
 
     ``push`` gets the frames that answer nothing: kind, number, body. ``lost`` is called when the
     connection ends, unless it was closed from here.
     """
     loop = asyncio.get_running_loop()
-    connection = connect(path)
-    _, link = await loop.create_unix_connection(lambda: Link(path, push, lost), sock=connection)
+    client_socket = connect(path)
+    _, connection = await loop.create_unix_connection(
+        lambda: ClientConnection(path, push, lost), sock=client_socket
+    )
     try:
-        link.hello = await link.greeting
+        connection.hello = await connection.greeting
     except BaseException:
-        await link.aclose()
+        await connection.aclose()
         raise
-    return link
+    return connection
 
 
-class Link(asyncio.Protocol):
-    """One connection to the owner; ``hello`` is what it said of itself, ``outlet`` writes."""
+class ClientConnection(asyncio.Protocol):
+    """One connection to the owner; ``hello`` is what it said of itself, ``write_buffer`` writes."""
 
     def __init__(self, path: Path, push: Push, lost: Lost) -> None:
         self._path = path
         self._push = push
         self._lost = lost
-        self._frames = protocol.Frames(MAX_ANSWER)
+        self._frames = protocol.FrameDecoder(MAX_ANSWER)
         self._number = 0
         self._pending: dict[int, Answered] = {}
         self._parts: dict[int, list[bytes]] = {}
@@ -66,19 +68,19 @@ class Link(asyncio.Protocol):
 
     def check(self) -> None:
         """Raise ``BackendUnavailable`` if the connection is gone."""
-        if self.outlet.closed or self._closing:
+        if self.write_buffer.closed or self._closing:
             raise self._error()
 
     def tell(self, kind: int, number: int, body: bytes = b"") -> None:
         """Send a frame that gets no answer of its own."""
-        self.outlet.frame(kind, number, body)
+        self.write_buffer.frame(kind, number, body)
 
     def ask(self, kind: int, body: bytes, answered: Answered) -> int:
         """Send a request; ``answered`` is called with the answer, or with the error."""
         self.check()
         self._number = number = (self._number + 1) & 0xFFFF_FFFF
         self._pending[number] = answered
-        self.outlet.frame(kind, number, body)
+        self.write_buffer.frame(kind, number, body)
         return number
 
     def begin(self, kind: int, body: bytes = b"") -> tuple[int, asyncio.Future[bytes]]:
@@ -102,7 +104,7 @@ class Link(asyncio.Protocol):
     async def aclose(self) -> None:
         """Write what is left and hang up."""
         self._closing = True
-        self.outlet.close()
+        self.write_buffer.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self._gone.wait()
@@ -115,8 +117,8 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is there: say what is spoken here."""
         self._transport = cast("asyncio.Transport", transport)
-        self.outlet = Outlet(self._transport)
-        self.outlet.write(protocol.MAGIC)
+        self.write_buffer = WriteBuffer(self._transport)
+        self.write_buffer.write(protocol.MAGIC)
 
     def data_received(self, data: bytes) -> None:
         """Answers, and what the owner pushes."""
@@ -149,16 +151,16 @@ class Link(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The owner does not keep up."""
-        self.outlet.pause()
+        self.write_buffer.pause()
 
     def resume_writing(self) -> None:
         """The owner reads again."""
-        self.outlet.resume()
+        self.write_buffer.resume()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever waits; nothing will ever be answered."""
         self._cause = exc or self._refusal or EOFError("the owner hung up")
-        self.outlet.lost()
+        self.write_buffer.lost()
         if not self.greeting.done():
             self.greeting.set_exception(self._error())
             self.greeting.exception()  # perhaps nobody waits for it any more

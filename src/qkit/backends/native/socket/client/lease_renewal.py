@@ -16,10 +16,10 @@ from qkit.backends.common.lease_renewal_thread import LeaseRenewal
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.unix_socket import connect
 
-__all__ = ["Renewals"]
+__all__ = ["ClientLeaseRenewal"]
 
 
-class Renewals(LeaseRenewal):
+class ClientLeaseRenewal(LeaseRenewal):
     """``add`` names dicts of receipt to lease, which the loop changes."""
 
     def __init__(self, path: Path, session: int) -> None:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Final
 
 from qkit.backends.native.socket import protocol
-from qkit.backends.native.socket.client.connection import Link
+from qkit.backends.native.socket.client.connection import ClientConnection
 from qkit.errors import PartialSend, PayloadTooLarge, QueueError
 from qkit.message import Envelope, Sent
 
-__all__ = ["Publishing"]
+__all__ = ["Publisher"]
 
 FRAME_BYTES: Final = 1 << 20  # a batch beyond this continues in another frame
-ROOM: Final = 4096  # of a frame's limit, for all that is not the message
+FRAME_OVERHEAD_BYTES: Final = 4096  # of a frame's limit, for all that is not the message
 
 
 class _Call:
@@ -53,19 +53,19 @@ class _Call:
             self.future.set_result(results)  # type: ignore[arg-type]  # no error among them
 
 
-class Publishing:
-    """Gathers the sends of a turn and hands the owner's answer back to each."""
+class Publisher:
+    """Batch the sends of one loop iteration and give each its part of the answer."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._gathered: dict[str, list[tuple[_Call, list[bytes]]]] = {}
-        self._limit = int(link.hello["max_frame"]) - ROOM
+        self._limit = int(connection.hello["max_frame"]) - FRAME_OVERHEAD_BYTES
         self._batch = min(FRAME_BYTES, self._limit)
 
     def publish(self, queue: str, envelopes: Sequence[Envelope]) -> asyncio.Future[list[Sent]]:
         """Send messages with this turn's others; done once the owner has accepted every one."""
-        self._link.check()
+        self._connection.check()
         encoded = [protocol.encode_envelope(item) for item in envelopes]
         if sum(map(len, encoded)) > self._limit:
             self._check_sizes(queue, envelopes, encoded)
@@ -129,7 +129,7 @@ class Publishing:
                 at = end
 
         try:
-            self._link.ask(protocol.PUBLISH, protocol.encode_publish(queue, batch), answered)
+            self._connection.ask(protocol.PUBLISH, protocol.encode_publish(queue, batch), answered)
         except QueueError as error:
             answered(error)
 

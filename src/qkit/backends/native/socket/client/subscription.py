@@ -10,8 +10,8 @@ from typing import Final
 
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.native.socket import protocol
-from qkit.backends.native.socket.client.connection import Link
-from qkit.backends.native.socket.client.lease_renewal import Renewals
+from qkit.backends.native.socket.client.connection import ClientConnection
+from qkit.backends.native.socket.client.lease_renewal import ClientLeaseRenewal
 from qkit.backends.native.socket.error_codec import decode_failures
 from qkit.errors import (
     AckDeadlineExceeded,
@@ -23,7 +23,7 @@ from qkit.errors import (
 
 __all__ = ["SocketSubscription"]
 
-UNCLAIMED: Final = 0.25  # seconds after which deliveries that nobody asks for go back
+UNRECEIVED_RETURN_SECONDS: Final = 0.25  # then deliveries that no receive() takes go back
 SETTLE_TIMEOUT: Final = 10.0  # a settlement is not waited for longer than this
 
 
@@ -35,18 +35,20 @@ class SocketSubscription:
     soon they go back uncharged, so that a paused consumer keeps nothing from the others.
     """
 
-    def __init__(self, link: Link, queue: str, renewals: Renewals | None) -> None:
-        self._link = link
+    def __init__(
+        self, connection: ClientConnection, queue: str, lease_renewal: ClientLeaseRenewal | None
+    ) -> None:
+        self._connection = connection
         self._queue = queue
-        self._renewals = renewals
+        self._lease_renewal = lease_renewal
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[tuple[int, asyncio.Future[list[Delivery]]]] = deque()
         self._arrived: deque[Delivery] = deque()
         self._leases: dict[int, float] = {}  # of all that is held; the renewing thread reads it
         self._serial = 0
         self._asked = 0  # the credit that the owner has
-        self._settling: list[tuple[protocol.Settling, asyncio.Future[None]]] = []
-        self._unclaimed: asyncio.TimerHandle | None = None
+        self._settling: list[tuple[protocol.SettleItem, asyncio.Future[None]]] = []
+        self._return_timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._broken: QueueError | None = None
         self.number = 0
@@ -55,17 +57,17 @@ class SocketSubscription:
 
     async def open(self, spec: SubscriptionSpec) -> None:
         """Subscribe; raises what the owner raises."""
-        self.number, opened = self._link.begin(
+        self.number, opened = self._connection.begin(
             protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
         )
         try:
             await opened
         except asyncio.CancelledError:  # the owner may have opened it already
             with contextlib.suppress(QueueError):
-                self._link.ask(protocol.LEAVE, protocol.encode_number(self.number), _ignore)
+                self._connection.ask(protocol.LEAVE, protocol.encode_number(self.number), _ignore)
             raise
-        if self._renewals is not None:
-            self._renewals.add(self.number, self._leases)
+        if self._lease_renewal is not None:
+            self._lease_renewal.add(self.number, self._leases)
 
     async def leave(self) -> None:
         """Give back what is held, uncharged; returns once others can have it."""
@@ -73,7 +75,7 @@ class SocketSubscription:
         self._flush()
         self._forget()
         with contextlib.suppress(BackendUnavailable):  # then the claim ended with the connection
-            await self._link.request(protocol.LEAVE, protocol.encode_number(self.number))
+            await self._connection.request(protocol.LEAVE, protocol.encode_number(self.number))
 
     def lost(self, error: QueueError) -> None:
         """It broke: the connection did, the queue is gone, or the engine was closed."""
@@ -88,10 +90,10 @@ class SocketSubscription:
         """Nothing that it holds can be settled any more, or need be."""
         self._arrived.clear()
         self._leases.clear()
-        if self._unclaimed is not None:
-            self._unclaimed.cancel()
-        if self._renewals is not None:
-            self._renewals.remove(self.number)
+        if self._return_timer is not None:
+            self._return_timer.cancel()
+        if self._lease_renewal is not None:
+            self._lease_renewal.remove(self.number)
 
     def _loss(self, operation: str) -> SubscriptionLost:
         assert self._broken is not None
@@ -140,7 +142,7 @@ class SocketSubscription:
             self._serial += 1
             self._asked = wanted
             credit = protocol.encode_credit(self._serial, wanted)
-            self._link.tell(protocol.CREDIT, self.number, credit)
+            self._connection.tell(protocol.CREDIT, self.number, credit)
 
     def deliver(self, body: bytes) -> None:
         """Deliveries arrived; or none, and the owner woke us all the same."""
@@ -150,8 +152,8 @@ class SocketSubscription:
         for delivery in deliveries:
             if delivery.lease is not None:
                 self._leases[_receipt(delivery)] = delivery.lease
-        if deliveries and self._renewals is not None:
-            self._renewals.wake()
+        if deliveries and self._lease_renewal is not None:
+            self._lease_renewal.wake()
         self._arrived.extend(deliveries)
         if not deliveries and not self._asked:
             self._let_go()
@@ -163,8 +165,8 @@ class SocketSubscription:
             if not future.done():
                 future.set_result(self._hand_out(limit))
         self._want()
-        if self._arrived and self._unclaimed is None:
-            self._unclaimed = self._loop.call_later(UNCLAIMED, self._return)
+        if self._arrived and self._return_timer is None:
+            self._return_timer = self._loop.call_later(UNRECEIVED_RETURN_SECONDS, self._return)
         if self._stopped:
             self._return()
 
@@ -178,14 +180,14 @@ class SocketSubscription:
     def _hand_out(self, limit: int) -> list[Delivery]:
         count = min(limit, len(self._arrived))
         deliveries = [self._arrived.popleft() for _ in range(count)]
-        if not self._arrived and self._unclaimed is not None:
-            self._unclaimed.cancel()
-            self._unclaimed = None
+        if not self._arrived and self._return_timer is not None:
+            self._return_timer.cancel()
+            self._return_timer = None
         return deliveries
 
     def _return(self) -> None:
         """Nobody asks for what has arrived: others may have it."""
-        self._unclaimed = None
+        self._return_timer = None
         for delivery in self._hand_out(len(self._arrived)):
             item = _release(delivery, 0.0, count_attempt=False)
             self._begin(item).add_done_callback(_retrieve)
@@ -199,20 +201,20 @@ class SocketSubscription:
         self._return()
         if self._broken is None:
             with contextlib.suppress(BackendUnavailable):
-                await self._link.request(protocol.STOP, protocol.encode_number(self.number))
+                await self._connection.request(protocol.STOP, protocol.encode_number(self.number))
 
     # Settling
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message."""
-        item = protocol.Settling(protocol.ACK, _receipt(delivery), 0.0, False, {})
+        item = protocol.SettleItem(protocol.ACK, _receipt(delivery), 0.0, False, {})
         await self._settle(item, delivery)
         delivery.receipt = None
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
         answers = [
-            self._begin(protocol.Settling(protocol.ACK, _receipt(delivery), 0.0, False, {}))
+            self._begin(protocol.SettleItem(protocol.ACK, _receipt(delivery), 0.0, False, {}))
             for delivery in deliveries
         ]
         await asyncio.wait(answers)
@@ -235,16 +237,16 @@ class SocketSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        item = protocol.Settling(protocol.EXTEND, _receipt(delivery), seconds, False, {})
+        item = protocol.SettleItem(protocol.EXTEND, _receipt(delivery), seconds, False, {})
         await self._settle(item, delivery)
 
-    async def _settle(self, item: protocol.Settling, delivery: Delivery) -> None:
+    async def _settle(self, item: protocol.SettleItem, delivery: Delivery) -> None:
         try:
             await self._begin(item)
         except QueueError as error:
             raise _about(error, delivery) from error.cause
 
-    def _begin(self, item: protocol.Settling) -> asyncio.Future[None]:
+    def _begin(self, item: protocol.SettleItem) -> asyncio.Future[None]:
         """Settle with whatever else this turn of the loop settles."""
         future: asyncio.Future[None] = self._loop.create_future()
         if not self._settling:
@@ -276,7 +278,7 @@ class SocketSubscription:
         silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
         timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
         try:
-            self._link.ask(protocol.SETTLE, body, answered)
+            self._connection.ask(protocol.SETTLE, body, answered)
         except QueueError as error:
             answered(error)
 
@@ -292,9 +294,9 @@ def _receipt(delivery: Delivery) -> int:
     return delivery.receipt
 
 
-def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.Settling:
+def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.SettleItem:
     headers = dict(delivery.envelope.headers)
-    return protocol.Settling(protocol.RELEASE, _receipt(delivery), delay, count_attempt, headers)
+    return protocol.SettleItem(protocol.RELEASE, _receipt(delivery), delay, count_attempt, headers)
 
 
 def _about(error: QueueError, delivery: Delivery) -> QueueError:
@@ -312,7 +314,7 @@ def _about(error: QueueError, delivery: Delivery) -> QueueError:
     )
 
 
-def _is_over(item: protocol.Settling, error: QueueError | None) -> bool:
+def _is_over(item: protocol.SettleItem, error: QueueError | None) -> bool:
     """Whether there is no lease any more after this answer."""
     if error is None:
         return item.what != protocol.EXTEND

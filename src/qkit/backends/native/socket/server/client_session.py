@@ -12,40 +12,44 @@ from qkit._internal.logging import logger
 from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import encode_error, encode_failures
-from qkit.backends.native.socket.server.subscription import FRAME_BYTES, Claim, ServedBackend
-from qkit.backends.native.socket.write_buffer import Outlet
+from qkit.backends.native.socket.server.subscription import (
+    FRAME_BYTES,
+    ServedBackend,
+    ServerSubscription,
+)
+from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import QueueError
 from qkit.message import DeadLetter, Envelope
 
-__all__ = ["Peer"]
+__all__ = ["ClientSession"]
 
 MAX_ANSWERS: Final = 256  # requests of one client under way before it is read no further
 MAX_EVENTS: Final = 4 << 20  # bytes that a client may leave unread before it misses events
 
 
-class Peer:
-    """One client that speaks frames; ``peers`` are all of them, by their sessions."""
+class ClientSession:
+    """One client that speaks frames; ``sessions`` are all of them, by their sessions."""
 
     def __init__(
         self,
         backend: ServedBackend,
         transport: asyncio.Transport,
-        outlet: Outlet,
+        write_buffer: WriteBuffer,
         *,
-        peers: dict[int, Peer],
+        sessions: dict[int, ClientSession],
         max_frame: int,
     ) -> None:
         self._backend = backend
         self._transport = transport
-        self._outlet = outlet
-        self._peers = peers
-        self._frames: protocol.Frames | None = None  # until the magic word was heard
+        self._write_buffer = write_buffer
+        self._sessions = sessions
+        self._frames: protocol.FrameDecoder | None = None  # until the magic word was heard
         self._max_frame = max_frame
         self._session = secrets.randbits(64)
-        self._claims: dict[int, Claim] = {}
-        self._claiming: set[asyncio.Task[None]] = set()
+        self._subscriptions: dict[int, ServerSubscription] = {}
+        self._subscribing: set[asyncio.Task[None]] = set()
         self._answering: set[asyncio.Task[None]] = set()
-        self._hears = 0
+        self._event_flags = 0
 
     # The connection
 
@@ -54,39 +58,39 @@ class Peer:
         try:
             if self._frames is None:
                 data = self._greet(data)
-                self._frames = protocol.Frames(self._max_frame)
+                self._frames = protocol.FrameDecoder(self._max_frame)
             for kind, number, body in self._frames.feed(data):
                 self._take(kind, number, body)
-        except protocol.WireError as error:
+        except protocol.ProtocolError as error:
             logger.warning("a client of the native directory was cut off: %s", error.message)
-            self._outlet.frame(protocol.ERROR, 0, encode_error(error))
-            self._outlet.close()
+            self._write_buffer.frame(protocol.ERROR, 0, encode_error(error))
+            self._write_buffer.close()
 
     def _greet(self, data: bytes) -> bytes:
         magic, rest = data[: len(protocol.MAGIC)], data[len(protocol.MAGIC) :]
         if magic != protocol.MAGIC:
-            raise protocol.WireError(
+            raise protocol.ProtocolError(
                 f"this owner speaks version {protocol.MAGIC[-1]} of the protocol, the client "
                 "does not: run the same version of qkit in both processes"
             )
-        self._peers[self._session] = self
+        self._sessions[self._session] = self
         hello = {
             "session": self._session,
             "max_frame": self._max_frame,
             "capabilities": self._backend.capabilities.as_dict(),
         }
-        self._outlet.frame(protocol.HELLO, 0, protocol.encode_json(hello))
+        self._write_buffer.frame(protocol.HELLO, 0, protocol.encode_json(hello))
         return rest
 
     def end_of_input(self) -> bool:
         """The client hung up: nothing will ever be read again."""
         return False
 
-    def regulate(self) -> None:
+    def apply_backpressure(self) -> None:
         """Read no further while the client does not read, or has enough under way."""
         if self._transport.is_closing():
             return
-        reading = not self._outlet.paused and len(self._answering) < MAX_ANSWERS
+        reading = not self._write_buffer.paused and len(self._answering) < MAX_ANSWERS
         if reading != self._transport.is_reading():
             if reading:
                 self._transport.resume_reading()
@@ -95,9 +99,9 @@ class Peer:
 
     def lost(self) -> None:
         """The connection is gone. Without a goodbye, so is the client: its attempts count."""
-        self._peers.pop(self._session, None)
-        for claim in self._claims.values():
-            claim.leave(crashed=True)
+        self._sessions.pop(self._session, None)
+        for subscription in self._subscriptions.values():
+            subscription.leave(crashed=True)
 
     async def aclose(self, grace: float) -> None:
         """Answer what is under way, give back what the client holds."""
@@ -105,56 +109,73 @@ class Peer:
             self._transport.pause_reading()
         if self._answering:
             await asyncio.wait(self._answering, timeout=grace)
-        tasks = self._answering | self._claiming
+        tasks = self._answering | self._subscribing
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def tell(self, kind: int, letter: DeadLetter) -> None:
+    def send_event(self, kind: int, letter: DeadLetter) -> None:
         """Tell the client of a dead letter if it asked; one that does not read misses some."""
-        if self._hears & protocol.HEARS[kind] and self._outlet.waiting < MAX_EVENTS:
-            self._outlet.frame(kind, 0, protocol.encode_envelope(letter.to_envelope()))
+        if (
+            self._event_flags & protocol.EVENT_FLAGS[kind]
+            and self._write_buffer.waiting < MAX_EVENTS
+        ):
+            self._write_buffer.frame(kind, 0, protocol.encode_envelope(letter.to_envelope()))
 
     # Frames
 
     def _take(self, kind: int, number: int, body: bytes) -> None:
+        if kind == protocol.CREDIT:
+            serial, wanted = protocol.decode_credit(body)
+            if (subscription := self._subscriptions.get(number)) is not None:
+                subscription.credit(serial, wanted)
+        elif (work := self._request(kind, number, body)) is not None:
+            self._answer(number, work)
+        else:
+            self._notification(kind, number, body)
+
+    def _request(
+        self, kind: int, number: int, body: bytes
+    ) -> Coroutine[object, object, bytes] | None:
+        """Return the work that gives the answer; ``None`` for a frame without an answer."""
         match kind:
             case protocol.PUBLISH:
-                self._answer(number, self._publish(body))
+                return self._publish(body)
             case protocol.SETTLE:
-                self._answer(number, self._settle(body))
-            case protocol.CREDIT:
-                serial, wanted = protocol.decode_credit(body)
-                if (claim := self._claims.get(number)) is not None:
-                    claim.credit(serial, wanted)
-            case protocol.SUBSCRIBE:
-                self._subscribe(number, body)
+                return self._settle(body)
             case protocol.STOP:
-                self._answer(number, self._stop(protocol.decode_number(body)))
+                return self._stop(protocol.decode_number(body))
             case protocol.LEAVE:
-                self._answer(number, self._leave(protocol.decode_number(body)))
+                return self._leave(protocol.decode_number(body))
             case protocol.DECLARE:
-                self._answer(number, self._declare(body))
+                return self._declare(body)
             case protocol.ADMINISTER:
-                self._answer(number, self._administer(number, body))
+                return self._administer(number, body)
             case protocol.PING:
-                self._answer(number, _nothing(self._backend.ping()))
+                return _nothing(self._backend.ping())
+            case _:
+                return None
+
+    def _notification(self, kind: int, number: int, body: bytes) -> None:
+        match kind:
+            case protocol.SUBSCRIBE:  # answered once it is open
+                self._subscribe(number, body)
             case protocol.LISTEN:
-                self._hears = protocol.decode_number(body)
+                self._event_flags = protocol.decode_number(body)
             case protocol.RENEW:
                 session, leases = protocol.decode_renewals(body)
-                if (peer := self._peers.get(session)) is not None:
-                    self._start(self._answering, peer.renew(leases), "renewal")
-            case protocol.GOODBYE:
-                for claim in self._claims.values():
-                    claim.leave()
+                if (client := self._sessions.get(session)) is not None:
+                    self._start(self._answering, client.renew(leases), "renewal")
+            case protocol.CLOSE:
+                for subscription in self._subscriptions.values():
+                    subscription.leave()
             case _:
-                raise protocol.WireError(f"{kind} is no kind of frame that this owner knows")
+                raise protocol.ProtocolError(f"{kind} is no kind of frame that this owner knows")
 
     def _answer(self, number: int, work: Coroutine[object, object, bytes]) -> None:
         self._start(self._answering, self._answered(number, work), "answer")
         if len(self._answering) >= MAX_ANSWERS:
-            self.regulate()
+            self.apply_backpressure()
 
     async def _answered(self, number: int, work: Awaitable[bytes]) -> None:
         try:
@@ -162,10 +183,10 @@ class Peer:
         except Exception as error:
             if not isinstance(error, QueueError):
                 logger.exception("a request of a client of the native directory failed")
-            self._outlet.frame(protocol.ERROR, number, encode_error(error))
+            self._write_buffer.frame(protocol.ERROR, number, encode_error(error))
         else:
-            self._outlet.frame(protocol.OK, number, body)
-        self._outlet.flush()  # the client goes on while the next request is dealt with
+            self._write_buffer.frame(protocol.OK, number, body)
+        self._write_buffer.flush()  # the client goes on while the next request is dealt with
 
     def _start(
         self,
@@ -179,11 +200,11 @@ class Peer:
         return task
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._claiming.discard(task)
+        self._subscribing.discard(task)
         if task in self._answering:
             self._answering.discard(task)
             if len(self._answering) == MAX_ANSWERS - 1:
-                self.regulate()
+                self.apply_backpressure()
 
     # Requests
 
@@ -206,8 +227,8 @@ class Peer:
             case ["peek", str(queue), int(limit)]:
                 *parts, last = _frames_of(await backend.peek(queue, limit))
                 for part in parts:
-                    self._outlet.frame(protocol.MORE, number, part)
-                    await self._outlet.drained()
+                    self._write_buffer.frame(protocol.MORE, number, part)
+                    await self._write_buffer.drained()
                 return last
             case ["purge", str(queue)]:
                 return protocol.encode_json(await backend.purge(queue))
@@ -217,63 +238,67 @@ class Peer:
                 await backend.delete(queue)
                 return protocol.encode_json(None)
             case _:
-                raise protocol.WireError("a call that this owner does not know")
+                raise protocol.ProtocolError("a call that this owner does not know")
 
     def _subscribe(self, number: int, body: bytes) -> None:
-        claim = self._claims[number] = Claim(number, self._outlet)
-        self._start(self._claiming, self._claim(number, claim, body), "subscription")
+        subscription = self._subscriptions[number] = ServerSubscription(number, self._write_buffer)
+        self._start(self._subscribing, self._serve(number, subscription, body), "subscription")
 
-    async def _claim(self, number: int, claim: Claim, body: bytes) -> None:
+    async def _serve(self, number: int, subscription: ServerSubscription, body: bytes) -> None:
         opened = False
 
         def open_it() -> None:
             nonlocal opened
             opened = True
-            self._outlet.frame(protocol.OK, number)
+            self._write_buffer.frame(protocol.OK, number)
 
         try:
-            await claim.run(self._backend, protocol.decode_record(SubscriptionSpec, body), open_it)
+            await subscription.run(
+                self._backend, protocol.decode_record(SubscriptionSpec, body), open_it
+            )
         except Exception as error:
             if not isinstance(error, QueueError):
                 logger.exception("a subscription of a client of the native directory failed")
             kind = protocol.LOST if opened else protocol.ERROR
-            self._outlet.frame(kind, number, encode_error(error))
+            self._write_buffer.frame(kind, number, encode_error(error))
         finally:
-            self._claims.pop(number, None)
+            self._subscriptions.pop(number, None)
 
     async def _stop(self, number: int) -> bytes:
-        if (claim := self._claims.get(number)) is not None:
-            await claim.stop()
+        if (subscription := self._subscriptions.get(number)) is not None:
+            await subscription.stop()
         return b""
 
     async def _leave(self, number: int) -> bytes:
         """The answer comes when everything is given back, so that others can have it."""
-        if (claim := self._claims.get(number)) is not None:
-            claim.leave()
-            await claim.ended.wait()
+        if (subscription := self._subscriptions.get(number)) is not None:
+            subscription.leave()
+            await subscription.ended.wait()
         return b""
 
     async def _settle(self, body: bytes) -> bytes:
         """The errors of those that failed, by their places; nothing if none did."""
         number, items = protocol.decode_settlings(body)
-        claim = self._claims.get(number)
-        if claim is None:
-            claim = Claim(number, self._outlet)  # it was left: it refuses everything
+        subscription = self._subscriptions.get(number)
+        if subscription is None:
+            subscription = ServerSubscription(
+                number, self._write_buffer
+            )  # it was left: it refuses everything
         if len(items) == 1:
-            await claim.settle(items[0])
+            await subscription.settle(items[0])
             return b""
         results = await asyncio.gather(
-            *[claim.settle(item) for item in items], return_exceptions=True
+            *[subscription.settle(item) for item in items], return_exceptions=True
         )
         return encode_failures(results)
 
     async def renew(self, leases: Sequence[tuple[int, int, float]]) -> None:
         """Extend leases that this client's loop cannot; those that were settled stay so."""
         for number, receipt, seconds in leases:
-            if (claim := self._claims.get(number)) is not None:
+            if (subscription := self._subscriptions.get(number)) is not None:
                 try:
-                    await claim.settle(
-                        protocol.Settling(protocol.EXTEND, receipt, seconds, False, {})
+                    await subscription.settle(
+                        protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
                     )
                 except QueueError as error:
                     logger.debug("a lease was not renewed: %s", error)

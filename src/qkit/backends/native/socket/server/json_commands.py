@@ -6,20 +6,18 @@ result, or ``{"error": {"type": …, "message": …}}``, with the same ``id`` if
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any, Final, NoReturn, TypeAlias, cast
+from typing import Annotated, Any, Final, NoReturn, TypeAlias, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qkit._internal.logging import logger
 from qkit._internal.names import check_headers
-from qkit.backends.native.socket.server.json_arguments import (
-    Arguments,
-    BadRequest,
-    as_json,
-    as_value,
-)
+from qkit._internal.validation import describe_errors
 from qkit.errors import MessageNotFound, QueueError
 from qkit.message import DeadLetter, Envelope
 from qkit.native.delivery import Delivery
@@ -29,21 +27,105 @@ __all__ = ["CommandSession", "Commands"]
 
 Answer: TypeAlias = dict[str, object]
 
-DEFAULT_PREFETCH: Final = 1
 MAX_PREFETCH: Final = 1_000
-KEPT_FOR: Final = 60.0  # seconds for which a lease that ran out still gets its own error
-OPTIONS: tuple[tuple[str, type[Any]], ...] = (
-    ("broadcast", bool),
-    ("max_depth", int),
-    ("max_priority", int),
-    ("max_retries", int),
-    ("ack_deadline", float),
-    ("dead_letter", bool),
-    ("dead_letter_max_depth", int),
-    ("backoff", float),
-    ("max_backoff", float),
-    ("balance", str),
-)
+MAX_LIMIT: Final = 10_000
+MAX_SECONDS: Final = 1 << 53
+DEFAULT_PEEK_LIMIT: Final = 1
+DEFAULT_DEAD_LETTER_LIMIT: Final = 100
+DEFAULT_LEASE_SECONDS: Final = 30.0
+EXPIRED_RECEIPT_SECONDS: Final = 60.0  # so long a lease that ran out gets its own error
+
+_NOT_GIVEN: Any = None  # the engine's default applies; ``null`` is refused
+
+Limit: TypeAlias = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
+PositiveSeconds: TypeAlias = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+
+
+class BadRequest(QueueError, ValueError):
+    """A command that cannot be understood; its text says what could be."""
+
+
+# The payloads, one model for each command. Optional fields may be ``null``: not given.
+
+
+class ListPayload(BaseModel):
+    """Payload of ``queue.list``; base of the others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class QueuePayload(ListPayload):
+    """Payload of ``queue.delete``, ``.stats``, ``.purge`` and ``.purge_dead_letters``."""
+
+    queue: str
+
+
+class CreatePayload(QueuePayload):
+    """Payload of ``queue.create``; the engine checks the values."""
+
+    broadcast: bool = _NOT_GIVEN
+    max_depth: int = _NOT_GIVEN
+    max_priority: int = _NOT_GIVEN
+    max_retries: int | None = _NOT_GIVEN  # null: no limit
+    ack_deadline: float = _NOT_GIVEN
+    dead_letter: bool = _NOT_GIVEN
+    dead_letter_max_depth: int = _NOT_GIVEN
+    backoff: float = _NOT_GIVEN
+    max_backoff: float = _NOT_GIVEN
+    balance: str = _NOT_GIVEN
+
+
+class PeekPayload(QueuePayload):
+    """Payload of ``queue.peek`` and ``queue.dead_letters``."""
+
+    limit: Limit | None = None
+
+
+class PublishPayload(QueuePayload):
+    """Payload of ``queue.publish``; the engine checks the options."""
+
+    message: Any  # any JSON value, also null
+    priority: int | None = None
+    delay: float | None = None
+    ttl: float | None = None
+    headers: dict[str, Any] | None = None
+    key: str | None = None
+
+
+class ConsumePayload(QueuePayload):
+    """Payload of ``queue.consume``."""
+
+    timeout: Annotated[float, Field(ge=0, le=MAX_SECONDS)] | None = None
+    ack_deadline: PositiveSeconds | None = None
+    prefetch: Annotated[int, Field(ge=1, le=MAX_PREFETCH)] | None = None
+    group: str | None = None
+    consumer: str | None = None
+
+
+class AckPayload(QueuePayload):
+    """Payload of ``queue.ack``; names a delivery."""
+
+    message_id: str
+    receipt: str | None = None
+
+
+class NackPayload(AckPayload):
+    """Payload of ``queue.nack``."""
+
+    requeue: bool | None = None
+
+
+class ExtendPayload(AckPayload):
+    """Payload of ``queue.extend``."""
+
+    seconds: PositiveSeconds | None = None
+
+
+class RetryPayload(QueuePayload):
+    """Payload of ``queue.retry``: without ids, all dead letters of the queue."""
+
+    message_ids: list[str] | None = None
+    message_id: str | None = None
 
 
 class Commands:
@@ -68,13 +150,16 @@ class Commands:
                 break  # leases are much alike: this is the oldest that may still be needed
             del self._receipts[receipt]
         receipt = secrets.token_hex(8)
-        self._receipts[receipt] = delivery, now + lease + KEPT_FOR
+        self._receipts[receipt] = delivery, now + lease + EXPIRED_RECEIPT_SECONDS
         return receipt
 
     def extended(self, receipt: str, lease: float) -> None:
         """A lease has a new end."""
         delivery, _ = self._receipts.pop(receipt)
-        self._receipts[receipt] = delivery, self.engine.clock.monotonic() + lease + KEPT_FOR
+        self._receipts[receipt] = (
+            delivery,
+            self.engine.clock.monotonic() + lease + EXPIRED_RECEIPT_SECONDS,
+        )
 
     def held(self, receipt: str) -> Delivery | None:
         """The delivery of a receipt, unless it is settled or long lost."""
@@ -93,21 +178,21 @@ class CommandSession:
         self._commands = commands
         self._engine = commands.engine
         self._consumed: dict[tuple[str, str], str] = {}  # queue and message id to receipt
-        self._handlers: dict[str, Callable[[Arguments], Awaitable[Answer]]] = {
-            "queue.create": self._create,
-            "queue.delete": self._delete,
-            "queue.list": self._list,
-            "queue.stats": self._stats,
-            "queue.peek": self._peek,
-            "queue.purge": self._purge,
-            "queue.publish": self._publish,
-            "queue.consume": self._consume,
-            "queue.ack": self._ack,
-            "queue.nack": self._nack,
-            "queue.extend": self._extend,
-            "queue.dead_letters": self._dead_letters,
-            "queue.retry": self._retry,
-            "queue.purge_dead_letters": self._purge_dead_letters,
+        self._handlers: dict[str, tuple[type[ListPayload], Callable[[Any], Awaitable[Answer]]]] = {
+            "queue.create": (CreatePayload, self._create),
+            "queue.delete": (QueuePayload, self._delete),
+            "queue.list": (ListPayload, self._list),
+            "queue.stats": (QueuePayload, self._stats),
+            "queue.peek": (PeekPayload, self._peek),
+            "queue.purge": (QueuePayload, self._purge),
+            "queue.publish": (PublishPayload, self._publish),
+            "queue.consume": (ConsumePayload, self._consume),
+            "queue.ack": (AckPayload, self._ack),
+            "queue.nack": (NackPayload, self._nack),
+            "queue.extend": (ExtendPayload, self._extend),
+            "queue.dead_letters": (PeekPayload, self._dead_letters),
+            "queue.retry": (RetryPayload, self._retry),
+            "queue.purge_dead_letters": (QueuePayload, self._purge_dead_letters),
         }
 
     async def answer(self, line: bytes | None) -> bytes:
@@ -133,86 +218,68 @@ class CommandSession:
 
     async def _run(self, request: dict[str, Any]) -> Answer:
         name = request.get("command")
-        handler = self._handlers.get(name) if isinstance(name, str) else None
-        if handler is None:
+        found = self._handlers.get(name) if isinstance(name, str) else None
+        if found is None:
             known = ", ".join(self._handlers)
             raise BadRequest(f"command {name!r:.80} is unknown: use one of {known}")
-        arguments = Arguments(str(name), request.get("payload", {}))
-        return await handler(arguments)
+        model, handler = found
+        return await handler(_payload(str(name), model, request.get("payload", {})))
 
     # Queues
 
-    async def _create(self, take: Arguments) -> Answer:
-        queue = take.text("queue")
-        options: dict[str, Any] = {}
-        for name, kind in OPTIONS:
-            if name in take:
-                options[name] = take.of(name, kind)
-        if take.nothing("max_retries"):
-            options["max_retries"] = None  # for ever
-        take.done()
-        await self._engine.create(queue, **options)
+    async def _create(self, given: CreatePayload) -> Answer:
+        options = given.model_dump(exclude={"queue"}, exclude_unset=True)
+        await self._engine.create(given.queue, **options)
         return {"success": True}
 
-    async def _delete(self, take: Arguments) -> Answer:
-        queue = take.text("queue")
-        take.done()
-        await self._engine.delete(queue)
+    async def _delete(self, given: QueuePayload) -> Answer:
+        await self._engine.delete(given.queue)
         return {"success": True}
 
-    async def _list(self, take: Arguments) -> Answer:
-        take.done()
+    async def _list(self, given: ListPayload) -> Answer:
         return {"queues": await self._engine.list()}
 
-    async def _stats(self, take: Arguments) -> Answer:
-        queue = take.text("queue")
-        take.done()
-        return asdict(await self._engine.stats(queue))
+    async def _stats(self, given: QueuePayload) -> Answer:
+        return asdict(await self._engine.stats(given.queue))
 
-    async def _peek(self, take: Arguments) -> Answer:
-        queue, limit = take.text("queue"), take.whole("limit", 1, at_least=1)
-        take.done()
-        return {"messages": [_peeked(item) for item in await self._engine.peek(queue, limit)]}
+    async def _peek(self, given: PeekPayload) -> Answer:
+        messages = await self._engine.peek(given.queue, given.limit or DEFAULT_PEEK_LIMIT)
+        return {"messages": [_peeked(item) for item in messages]}
 
-    async def _purge(self, take: Arguments) -> Answer:
-        queue = take.text("queue")
-        take.done()
-        return {"purged": await self._engine.purge(queue)}
+    async def _purge(self, given: QueuePayload) -> Answer:
+        return {"purged": await self._engine.purge(given.queue)}
 
     # Messages
 
-    async def _publish(self, take: Arguments) -> Answer:
-        queue, body = take.text("queue"), as_json(take.anything("message"))
-        priority = take.of("priority", int, None)
-        delay, ttl = take.of("delay", float, None), take.of("ttl", float, None)
-        headers, key = check_headers(take.headers()), take.of("key", str, None)
-        take.done()
+    async def _publish(self, given: PublishPayload) -> Answer:
         sent = await self._engine.publish(
-            queue, body, priority, delay=delay, ttl=ttl, headers=headers, key=key
+            given.queue,
+            _as_json(given.message),
+            given.priority,
+            delay=given.delay,
+            ttl=given.ttl,
+            headers=check_headers(given.headers or {}),
+            key=given.key,
         )
         return {"message_id": sent.message_id, "position": sent.position}
 
-    async def _consume(self, take: Arguments) -> Answer:
+    async def _consume(self, given: ConsumePayload) -> Answer:
         """One message; with ``prefetch`` as many as that allows, in a list."""
-        queue = take.text("queue")
-        timeout = take.seconds("timeout", 0.0)
-        lease = take.seconds("ack_deadline", 30.0, above=True)
-        many = "prefetch" in take
-        prefetch = take.whole("prefetch", DEFAULT_PREFETCH, at_least=1, at_most=MAX_PREFETCH)
-        group, consumer = take.of("group", str, None), take.of("consumer", str, None)
-        take.done()
+        queue, prefetch = given.queue, given.prefetch
+        lease = given.ack_deadline or DEFAULT_LEASE_SECONDS
+        timeout = given.timeout or 0.0
         found: list[Answer] = []
-        free = prefetch - self._unsettled(queue) if many else 1
+        free = 1 if prefetch is None else prefetch - self._unsettled(queue)
         while len(found) < free:
             delivery = await self._engine.consume(
-                queue, 0.0 if found else timeout, lease, consumer, group=group
+                queue, 0.0 if found else timeout, lease, given.consumer, group=given.group
             )
             if delivery is None:
                 break
             receipt = self._commands.hold(delivery, lease)
             self._consumed[queue, delivery.message_id] = receipt
             found.append(_delivered(delivery, receipt))
-        if many:
+        if prefetch is not None:
             return {"messages": found, "unsettled": self._unsettled(queue)}
         return found[0] if found else {"message_id": None, "message": None}
 
@@ -222,33 +289,29 @@ class CommandSession:
             for (name, _), receipt in self._consumed.items()
         )
 
-    async def _ack(self, take: Arguments) -> Answer:
-        key, receipt, delivery = self._delivery(take)
-        take.done()
+    async def _ack(self, given: AckPayload) -> Answer:
+        key, receipt, delivery = self._delivery(given)
         await delivery.ack()
         self._settled(key, receipt)
         return {"success": True}
 
-    async def _nack(self, take: Arguments) -> Answer:
-        key, receipt, delivery = self._delivery(take)
-        requeue = take.of("requeue", bool, True)
-        take.done()
-        action = await delivery.nack(requeue)
+    async def _nack(self, given: NackPayload) -> Answer:
+        key, receipt, delivery = self._delivery(given)
+        action = await delivery.nack(given.requeue is not False)
         self._settled(key, receipt)
         return {"success": True, "action": action}
 
-    async def _extend(self, take: Arguments) -> Answer:
-        _, receipt, delivery = self._delivery(take)
-        seconds = take.seconds("seconds", 30.0, above=True)
-        take.done()
+    async def _extend(self, given: ExtendPayload) -> Answer:
+        _, receipt, delivery = self._delivery(given)
+        seconds = given.seconds or DEFAULT_LEASE_SECONDS
         await delivery.extend(seconds)
         self._commands.extended(receipt, seconds)
         return {"success": True}
 
-    def _delivery(self, take: Arguments) -> tuple[tuple[str, str], str, Delivery]:
+    def _delivery(self, given: AckPayload) -> tuple[tuple[str, str], str, Delivery]:
         """The delivery that is meant: by its receipt, or the one this connection received."""
-        key = queue, message_id = take.text("queue"), take.text("message_id")
-        receipt = take.of("receipt", str, None) or self._consumed.get(key)
+        key = queue, message_id = given.queue, given.message_id
+        receipt = given.receipt or self._consumed.get(key)
         if receipt is None:
             raise MessageNotFound(
                 "this connection holds no such delivery: name the receipt that queue.consume gave",
@@ -271,25 +334,19 @@ class CommandSession:
 
     # Dead letters
 
-    async def _dead_letters(self, take: Arguments) -> Answer:
-        queue, limit = take.text("queue"), take.whole("limit", 100, at_least=1)
-        take.done()
-        letters = await self._engine.dead_letters(queue, limit)
+    async def _dead_letters(self, given: PeekPayload) -> Answer:
+        limit = given.limit or DEFAULT_DEAD_LETTER_LIMIT
+        letters = await self._engine.dead_letters(given.queue, limit)
         return {"dead_letters": [_dead(letter) for letter in letters]}
 
-    async def _retry(self, take: Arguments) -> Answer:
-        """All of them, or those that ``message_ids`` or ``message_id`` names."""
-        queue = take.text("queue")
-        ids = take.texts("message_ids")
-        if (one := take.of("message_id", str, None)) is not None:
-            ids = [*(ids or ()), one]
-        take.done()
-        return {"retried": await self._engine.retry_dead_letters(queue, ids)}
+    async def _retry(self, given: RetryPayload) -> Answer:
+        ids = given.message_ids
+        if given.message_id is not None:
+            ids = [*(ids or ()), given.message_id]
+        return {"retried": await self._engine.retry_dead_letters(given.queue, ids)}
 
-    async def _purge_dead_letters(self, take: Arguments) -> Answer:
-        queue = take.text("queue")
-        take.done()
-        return {"purged": await self._engine.purge_dead_letters(queue)}
+    async def _purge_dead_letters(self, given: QueuePayload) -> Answer:
+        return {"purged": await self._engine.purge_dead_letters(given.queue)}
 
 
 def _request(line: bytes) -> dict[str, Any]:
@@ -305,6 +362,38 @@ def _request(line: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", request)
 
 
+def _payload(command: str, model: type[ListPayload], payload: object) -> ListPayload:
+    if not isinstance(payload, dict):
+        raise BadRequest(f'{command}: payload is an object, such as {{"queue": "orders"}}')
+    try:
+        return model.model_validate(payload)
+    except ValidationError as error:
+        text = describe_errors(error, "payload")
+        if any(item["type"] == "extra_forbidden" for item in error.errors()):
+            text += f". It takes {', '.join(model.model_fields) or 'no fields'}"
+        raise BadRequest(f"{command}: {text}") from None
+
+
+def _as_json(value: object) -> bytes:
+    """Return a message's body: a body without a content type is JSON."""
+    try:
+        return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # a lone surrogate, which only an escape can carry
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _as_value(body: bytes) -> object:
+    """Return the JSON value that a body holds, else its bytes as ``{"base64": …}``.
+
+    >>> _as_value(b'{"a":1}'), _as_value(b"\\xff")
+    ({'a': 1}, {'base64': '/w=='})
+    """
+    try:
+        return json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return {"base64": base64.b64encode(body).decode()}
+
+
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
@@ -312,7 +401,7 @@ def _refuse(constant: str) -> NoReturn:
 def _delivered(delivery: Delivery, receipt: str) -> Answer:
     return {
         "message_id": delivery.message_id,
-        "message": as_value(delivery.body),
+        "message": _as_value(delivery.body),
         "priority": delivery.priority,
         "retry_count": delivery.retry_count,
         "headers": delivery.headers,
@@ -323,7 +412,7 @@ def _delivered(delivery: Delivery, receipt: str) -> Answer:
 def _peeked(item: Envelope) -> Answer:
     return {
         "message_id": item.id,
-        "message": as_value(item.body),
+        "message": _as_value(item.body),
         "priority": item.priority,
         "retry_count": max(0, item.attempt - 1),
         "headers": item.headers,
@@ -333,7 +422,7 @@ def _peeked(item: Envelope) -> Answer:
 def _dead(letter: DeadLetter) -> Answer:
     return {
         "message_id": letter.message_id,
-        "message": as_value(letter.body),
+        "message": _as_value(letter.body),
         "headers": dict(letter.headers),
         "original_queue": letter.channel,
         "reason": letter.reason,

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from qkit.backends.native.socket.write_buffer import Outlet
+from qkit.backends.native.socket.write_buffer import WriteBuffer
 
-__all__ = ["MAX_LINE", "Lines"]
+__all__ = ["MAX_LINE", "JsonLineSession"]
 
 MAX_LINE: Final = 16 << 20  # bytes
 MAX_WAITING: Final = 64  # lines of one connection before it is read no further
 
 
-class Lines:
+class JsonLineSession:
     """A connection on which each line is answered with one, in order.
 
     ``answer`` gets a line, or ``None`` for one beyond ``max_line`` bytes. Whoever closes its
@@ -27,13 +27,13 @@ class Lines:
         self,
         answer: Callable[[bytes | None], Awaitable[bytes]],
         transport: asyncio.Transport,
-        outlet: Outlet,
+        write_buffer: WriteBuffer,
         *,
         max_line: int = MAX_LINE,
     ) -> None:
         self._answer = answer
         self._transport = transport
-        self._outlet = outlet
+        self._write_buffer = write_buffer
         self._max_line = max_line
         self._rest = bytearray()
         self._skipping = False  # the rest of a line that was too long
@@ -61,18 +61,18 @@ class Lines:
     def _go_on(self) -> None:
         if self._task is None and self._waiting:
             self._task = asyncio.create_task(self._work(), name="qkit socket commands")
-        self.regulate()
+        self.apply_backpressure()
 
     async def _work(self) -> None:
         try:
             while self._waiting:
-                self._outlet.write(await self._answer(self._waiting.popleft()) + b"\n")
-                await self._outlet.drained()
-                self.regulate()
+                self._write_buffer.write(await self._answer(self._waiting.popleft()) + b"\n")
+                await self._write_buffer.drained()
+                self.apply_backpressure()
         finally:
             self._task = None
             if self._ended:
-                self._outlet.close()
+                self._write_buffer.close()
 
     def end_of_input(self) -> bool:
         """Nothing more will come; true while there is something to answer, and somebody reads."""
@@ -87,11 +87,11 @@ class Lines:
         poll.register(self._transport.get_extra_info("socket"), 0)
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
-    def regulate(self) -> None:
+    def apply_backpressure(self) -> None:
         """Read no further while the other side does not read, or waits for many answers."""
         if self._ended or self._transport.is_closing():
             return
-        reading = not self._outlet.paused and len(self._waiting) < MAX_WAITING
+        reading = not self._write_buffer.paused and len(self._waiting) < MAX_WAITING
         if reading != self._transport.is_reading():
             if reading:
                 self._transport.resume_reading()

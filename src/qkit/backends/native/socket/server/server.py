@@ -1,7 +1,7 @@
-"""The owner's socket: who connects, and what they speak.
+"""The owner's socket: accept connections and detect the protocol.
 
-The first byte tells the two languages apart: frames (``protocol``) for programs, lines of JSON
-(``commands``) for people and scripts.
+The first byte tells the two protocols apart: frames (``protocol``) for programs, lines of JSON
+(``json_commands``) for people and scripts.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from qkit.backends.native.socket import protocol
-from qkit.backends.native.socket.server.client_session import Peer
+from qkit.backends.native.socket.server.client_session import ClientSession
 from qkit.backends.native.socket.server.json_commands import Commands
-from qkit.backends.native.socket.server.json_lines import MAX_LINE, Lines
+from qkit.backends.native.socket.server.json_lines import MAX_LINE, JsonLineSession
 from qkit.backends.native.socket.server.subscription import ServedBackend
-from qkit.backends.native.socket.unix_socket import listen, withdraw
-from qkit.backends.native.socket.write_buffer import Outlet
+from qkit.backends.native.socket.unix_socket import listen, remove_socket
+from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import LifecycleError
 from qkit.message import DeadLetter
 from qkit.native.engine import Engine
 
 __all__ = ["SocketServer"]
 
-GRACE: Final = 1.0  # seconds for what is under way when the owner closes
+CLOSE_GRACE_SECONDS: Final = 1.0  # seconds for what is under way when the owner closes
 
 
-class Dialogue(Protocol):
-    """One side of a conversation in either language."""
+class ProtocolHandler(Protocol):
+    """The server's side of a connection, in either protocol."""
 
     def feed(self, data: bytes) -> None:
         """Take what arrived."""
@@ -38,8 +38,8 @@ class Dialogue(Protocol):
         """Nothing more will arrive; whether something is still to be written."""
         ...
 
-    def regulate(self) -> None:
-        """Read on, or not, now that the other side reads, or does not."""
+    def apply_backpressure(self) -> None:
+        """Pause or resume reading, depending on whether the client reads."""
         ...
 
     def lost(self) -> None:
@@ -87,11 +87,11 @@ class SocketServer:
         self._max_frame = max_frame
         self._max_line = max_line
         self._commands = Commands(engine)
-        self._connections: set[Connection] = set()
-        self._peers: dict[int, Peer] = {}
+        self._connections: set[ServerConnection] = set()
+        self._sessions: dict[int, ClientSession] = {}
         self._server: asyncio.Server | None = None
         self._inode = 0
-        self._hears = False
+        self._listening = False
 
     async def start(self) -> None:
         """Listen. Raises ``ConfigError`` if something other than a socket is in the way."""
@@ -99,13 +99,13 @@ class SocketServer:
             raise LifecycleError("this socket is served already", backend="native")
         listening = listen(self._path)
         self._inode = listening.inode
-        if not self._hears:
-            self._hears = True
-            self._backend.on_dead_letter(partial(self._tell, protocol.DIED))
-            self._backend.on_dropped_letter(partial(self._tell, protocol.DROPPED))
+        if not self._listening:
+            self._listening = True
+            self._backend.on_dead_letter(partial(self._send_event, protocol.DEAD_LETTERED))
+            self._backend.on_dropped_letter(partial(self._send_event, protocol.DROPPED))
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(
-            lambda: Connection(self), sock=listening.socket
+            lambda: ServerConnection(self), sock=listening.socket
         )
 
     async def aclose(self) -> None:
@@ -113,89 +113,97 @@ class SocketServer:
         server, self._server = self._server, None
         if server is None:
             return
-        withdraw(self._path, self._inode)
+        remove_socket(self._path, self._inode)
         server.close()
-        await asyncio.gather(*[connection.aclose(GRACE) for connection in self._connections])
+        await asyncio.gather(
+            *[connection.aclose(CLOSE_GRACE_SECONDS) for connection in self._connections]
+        )
 
-    def _tell(self, kind: int, letter: DeadLetter) -> None:
-        for peer in self._peers.values():
-            peer.tell(kind, letter)
+    def _send_event(self, kind: int, letter: DeadLetter) -> None:
+        for session in self._sessions.values():
+            session.send_event(kind, letter)
 
-    def meet(self, connection: Connection) -> None:
-        """Somebody connected."""
+    def add(self, connection: ServerConnection) -> None:
+        """A client connected."""
         self._connections.add(connection)
 
-    def part(self, connection: Connection) -> None:
-        """Somebody is gone."""
+    def remove(self, connection: ServerConnection) -> None:
+        """A client is gone."""
         self._connections.discard(connection)
 
-    def begin(
-        self, beginning: bytes, transport: asyncio.Transport, outlet: Outlet
-    ) -> Dialogue | None:
-        """What to speak with one who began so; ``None`` if that cannot be told yet."""
+    def choose_protocol(
+        self, beginning: bytes, transport: asyncio.Transport, write_buffer: WriteBuffer
+    ) -> ProtocolHandler | None:
+        """Return the handler for these first bytes; ``None`` if they are too few to tell."""
         if not beginning.startswith(protocol.MAGIC[:1]):
             session = self._commands.session()
-            return Lines(session.answer, transport, outlet, max_line=self._max_line)
+            return JsonLineSession(session.answer, transport, write_buffer, max_line=self._max_line)
         if len(beginning) < len(protocol.MAGIC):
             return None
-        return Peer(self._backend, transport, outlet, peers=self._peers, max_frame=self._max_frame)
+        return ClientSession(
+            self._backend,
+            transport,
+            write_buffer,
+            sessions=self._sessions,
+            max_frame=self._max_frame,
+        )
 
 
-class Connection(asyncio.Protocol):
-    """One connection, whatever it speaks."""
+class ServerConnection(asyncio.Protocol):
+    """One connection, in either protocol."""
 
     def __init__(self, server: SocketServer) -> None:
         self._server = server
         self._beginning = b""
-        self._dialogue: Dialogue | None = None
+        self._handler: ProtocolHandler | None = None
         self._gone = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is there."""
         self._transport = cast("asyncio.Transport", transport)
-        self._outlet = Outlet(self._transport)
-        self._server.meet(self)
+        self._write_buffer = WriteBuffer(self._transport)
+        self._server.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Pass it on, once it is clear to whom."""
-        if self._dialogue is None:
+        if self._handler is None:
             data = self._beginning = self._beginning + data
-            self._dialogue = self._server.begin(data, self._transport, self._outlet)
-            if self._dialogue is None:
+            self._handler = self._server.choose_protocol(data, self._transport, self._write_buffer)
+            if self._handler is None:
                 return
-        self._dialogue.feed(data)
+        self._handler.feed(data)
 
     def eof_received(self) -> bool:
         """The other side writes no more; it may still want to read."""
-        return self._dialogue is not None and self._dialogue.end_of_input()
+        return self._handler is not None and self._handler.end_of_input()
 
     def pause_writing(self) -> None:
         """The other side does not read."""
-        self._outlet.pause()
-        self._regulate()
+        self._write_buffer.pause()
+        self._apply_backpressure()
 
     def resume_writing(self) -> None:
         """The other side reads again."""
-        self._outlet.resume()
-        self._regulate()
+        self._write_buffer.resume()
+        self._apply_backpressure()
 
-    def _regulate(self) -> None:
-        if self._dialogue is not None:
-            self._dialogue.regulate()
+    def _apply_backpressure(self) -> None:
+        if self._handler is not None:
+            self._handler.apply_backpressure()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
-        self._outlet.lost()
-        self._server.part(self)
-        if self._dialogue is not None:
-            self._dialogue.lost()
+        self._write_buffer.lost()
+        self._server.remove(self)
+        if self._handler is not None:
+            self._handler.lost()
         self._gone.set()
 
     async def aclose(self, grace: float) -> None:
         """Hang up, after what is under way; without patience for one that does not read."""
-        if self._dialogue is not None:
-            await self._dialogue.aclose(grace)
-        self._outlet.close()
+        if self._handler is not None:
+            await self._handler.aclose(grace)
+        self._write_buffer.close()
         try:
             async with asyncio.timeout(grace):
                 await self._gone.wait()

@@ -18,10 +18,10 @@ from qkit.backend import (
 )
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import encode_error
-from qkit.backends.native.socket.write_buffer import Outlet
+from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import AckDeadlineExceeded, MessageNotFound, QueueError
 
-__all__ = ["Claim", "ServedBackend", "ServedSubscription"]
+__all__ = ["ServedBackend", "ServedSubscription", "ServerSubscription"]
 
 FRAME_BYTES: Final = 1 << 20  # deliveries of more than this are spread over several frames
 
@@ -42,16 +42,16 @@ class ServedBackend(Backend, Admin, DeadLetterSource, DroppedLetterSource, Proto
         ...
 
 
-class Claim:
+class ServerSubscription:
     """One subscription held for a client, from its opening until it is left.
 
     The client says with each credit how many deliveries it wants now, so nothing is claimed for
     one that does not ask; whatever there is goes out at once.
     """
 
-    def __init__(self, number: int, outlet: Outlet) -> None:
+    def __init__(self, number: int, write_buffer: WriteBuffer) -> None:
         self._number = number
-        self._outlet = outlet
+        self._write_buffer = write_buffer
         self._subscription: Subscription | None = None
         self._held: dict[int, Delivery] = {}
         self._receipts = 0
@@ -81,7 +81,7 @@ class Claim:
         if self._subscription is not None:
             await self._subscription.stop()
 
-    async def settle(self, item: protocol.Settling) -> None:
+    async def settle(self, item: protocol.SettleItem) -> None:
         """Ack, release or extend one delivery; raises what the backend raises."""
         delivery, subscription = self._held.get(item.receipt), self._subscription
         if delivery is None or subscription is None:
@@ -100,7 +100,7 @@ class Claim:
                 delivery.envelope.headers = item.headers
                 await subscription.release(delivery, item.seconds, count_attempt=item.count_attempt)
             else:
-                raise protocol.WireError(f"{item.what} is no settlement that this owner knows")
+                raise protocol.ProtocolError(f"{item.what} is no settlement that this owner knows")
         except (AckDeadlineExceeded, MessageNotFound):
             self._held.pop(item.receipt, None)
             raise
@@ -125,7 +125,7 @@ class Claim:
         try:
             await self._deliver(subscription)
         except QueueError as error:
-            self._outlet.frame(protocol.LOST, self._number, encode_error(error))
+            self._write_buffer.frame(protocol.LOST, self._number, encode_error(error))
             while not self._left:  # what was delivered may still be settled, or refused
                 await self._change()
         if self._crashed:
@@ -150,7 +150,7 @@ class Claim:
                 self._wanted = 0
             self._write(serial, deliveries)
             # A client that does not read gets no more, and holds no more than its prefetch.
-            await self._outlet.drained()
+            await self._write_buffer.drained()
 
     def _write(self, serial: int, deliveries: list[Delivery]) -> None:
         batch: list[tuple[int, Delivery]] = []
@@ -162,11 +162,11 @@ class Claim:
             size += len(delivery.envelope.body)
             if size > FRAME_BYTES and len(batch) < len(deliveries):
                 body = protocol.encode_deliveries(serial, batch)
-                self._outlet.frame(protocol.DELIVERIES, self._number, body)
+                self._write_buffer.frame(protocol.DELIVERIES, self._number, body)
                 batch, size = [], 0
         if batch or not deliveries:
             body = protocol.encode_deliveries(serial, batch)
-            self._outlet.frame(protocol.DELIVERIES, self._number, body)
+            self._write_buffer.frame(protocol.DELIVERIES, self._number, body)
 
     def _look(self) -> None:
         self._changed.set()

@@ -1,0 +1,311 @@
+"""The owner's socket: its file, its clients' ends, and what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qkit.backend import QueueSpec, SubscriptionSpec
+from qkit.backends.native.backend import NativeBackend
+from qkit.backends.native.socket import protocol
+from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.server.server import SocketServer
+from qkit.backends.native.socket.unix_socket import connect
+from qkit.errors import BackendUnavailable, ConfigError, LifecycleError
+from qkit.message import DeadLetter, Envelope
+from qkit.native import Engine
+
+SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110  # what is waited for tells nobody
+            await asyncio.sleep(0.005)
+
+
+def spec(prefetch: int = 10, **options: Any) -> SubscriptionSpec:
+    return SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=prefetch, **options)
+
+
+def files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# The file
+
+
+async def test_only_its_user_can_reach_it_whatever_the_umask(directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with Engine() as engine:
+            server = SocketServer(NativeBackend(engine=engine), engine, directory / "socket")
+            await server.start()
+            mode = (directory / "socket").lstat().st_mode
+            assert stat.S_ISSOCK(mode)
+            assert stat.S_IMODE(mode) == 0o600
+            with pytest.raises(LifecycleError):
+                await server.start()
+            await server.aclose()
+    finally:
+        os.umask(before)
+    assert files(directory) == []
+
+
+async def test_a_socket_that_a_killed_owner_left_is_replaced(owner: Any, directory: Path) -> None:
+    left = directory / "left"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(left))
+    dead.close()
+    with pytest.raises(BackendUnavailable) as caught:
+        await SocketBackend(left).start()
+    assert isinstance(caught.value.cause, ConnectionRefusedError)
+    server = SocketServer(owner.backend, owner.engine, left)
+    await server.start()
+    client = SocketBackend(left)
+    await client.start()
+    await client.ping()
+    await client.aclose()
+    await server.aclose()
+
+
+@pytest.mark.parametrize("kind", ["symlink", "file", "directory"])
+async def test_anything_else_in_its_place_is_refused(
+    owner: Any, directory: Path, kind: str
+) -> None:
+    planted, target = directory / "planted", directory / "target"
+    if kind == "symlink":
+        planted.symlink_to(target)
+    elif kind == "file":
+        planted.write_text("precious")
+    else:
+        planted.mkdir()
+    with pytest.raises(ConfigError, match="remove it"):
+        await SocketServer(owner.backend, owner.engine, planted).start()
+    with pytest.raises(BackendUnavailable, match="not the socket"):
+        await SocketBackend(planted).start()
+    assert files(directory) == ["planted", "socket"]
+
+
+async def test_a_client_follows_no_symlink(owner: Any, directory: Path) -> None:
+    (directory / "link").symlink_to(owner.path)
+    with pytest.raises(BackendUnavailable):
+        await SocketBackend(directory / "link").start()
+
+
+async def test_directories_may_be_deeper_than_a_socket_s_address_is_long(
+    owner: Any, directory: Path
+) -> None:
+    deep = directory.joinpath(*["d" * 50] * 5)
+    deep.mkdir(parents=True)
+    server = SocketServer(owner.backend, owner.engine, deep / "socket")
+    await server.start()
+    client = SocketBackend(deep / "socket")
+    await client.start()
+    await client.ping()
+    await client.aclose()
+    await server.aclose()
+    assert files(deep) == []
+
+
+async def test_closing_leaves_another_owner_s_socket_alone(owner: Any, directory: Path) -> None:
+    other = SocketServer(owner.backend, owner.engine, owner.path)
+    await other.start()
+    await owner.server.aclose()
+    client = await owner.client()
+    await client.ping()
+    await client.aclose()
+    await other.aclose()
+
+
+# What it survives
+
+
+async def test_garbage_ends_its_own_connection_only(owner: Any) -> None:
+    print("seed", SEED)
+    chance = random.Random(SEED)
+    client = await owner.client()
+    kinds = [*range(14), 64, 255]
+    for _ in range(150):
+        reader, writer = await asyncio.open_unix_connection(owner.path)
+        match chance.randrange(4):
+            case 0:
+                writer.write(protocol.MAGIC[:1] + chance.randbytes(chance.randrange(40)))
+            case 1:
+                writer.write(protocol.MAGIC + chance.randbytes(chance.randrange(1, 200)))
+            case 2:
+                frames = [
+                    protocol.frame(chance.choice(kinds), n, chance.randbytes(chance.randrange(60)))
+                    for n in range(5)
+                ]
+                writer.write(protocol.MAGIC + b"".join(frames))
+            case _:
+                writer.write(chance.randbytes(chance.randrange(1, 200)).replace(b"\xf1", b""))
+        if chance.random() < 0.5:
+            writer.write_eof()
+            await reader.read()
+        writer.close()
+    await client.ping()
+
+
+async def test_a_frame_beyond_the_limit_closes_the_connection_with_a_word(directory: Path) -> None:
+    async with Engine() as engine:
+        path = directory / "socket"
+        server = SocketServer(NativeBackend(engine=engine), engine, path, max_frame=10_000)
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(protocol.MAGIC + protocol.HEAD.pack(10_001, protocol.PUBLISH, 1))
+        assert b"10000 is the limit" in await reader.read()
+        writer.close()
+        await server.aclose()
+
+
+async def test_another_version_is_told_so(owner: Any) -> None:
+    reader, writer = await asyncio.open_unix_connection(owner.path)
+    writer.write(protocol.MAGIC[:-1] + b"\x63")
+    assert b"same version" in await reader.read()
+    writer.close()
+
+
+async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> None:
+    await owner.engine.create("q", dead_letter=False)
+    for _ in range(64):
+        await owner.engine.publish("q", bytes(100_000))
+    slow = connect(owner.path)
+    peek = protocol.frame(protocol.ADMINISTER, 1, protocol.encode_json(["peek", "q", 64]))
+    slow.sendall(protocol.MAGIC)
+    sent = 0
+    try:
+        for _ in range(10_000):  # each asks for 6 MB and reads nothing
+            sent += slow.send(peek)
+            await asyncio.sleep(0)
+    except BlockingIOError:
+        pass
+    (connection,) = owner.server._connections
+    await asyncio.sleep(0.05)
+    assert sent < 10_000 * len(peek), "the owner went on reading"
+    assert connection._write_buffer.waiting < 300 * (1 << 20)
+    slow.close()
+    await until(lambda: not owner.server._connections)
+    client = await owner.client()
+    await client.ping()
+
+
+async def test_deliveries_wait_for_a_client_that_does_not_read(owner: Any) -> None:
+    await owner.engine.create("q", dead_letter=False)
+    for _ in range(50):
+        await owner.engine.publish("q", bytes(300_000))
+    slow = connect(owner.path)
+    slow.sendall(
+        protocol.MAGIC
+        + protocol.frame(protocol.SUBSCRIBE, 1, protocol.encode_record(spec(1_000)))
+        + protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(1, 1))
+    )
+    await until(lambda: slow_got(owner) >= 1)
+    for number in range(2, 60):
+        slow.send(protocol.frame(protocol.CREDIT, 1, protocol.encode_credit(number, 1)))
+        await asyncio.sleep(0.002)
+    assert slow_got(owner) < 10, "it was served although it reads nothing"
+    slow.close()
+
+
+def slow_got(owner: Any) -> int:
+    return int(owner.engine.catalogue.find("q", "test").state.in_flight)
+
+
+# The ends of clients
+
+
+async def test_a_client_that_leaves_gives_back_uncharged(owner: Any) -> None:
+    client, other = await owner.client(), await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope("a", b"1"), Envelope("b", b"2")])
+    async with client.subscribe(spec()) as subscription:
+        assert len(await subscription.receive(5)) == 2
+    async with other.subscribe(spec()) as subscription:
+        found = await subscription.receive(5)
+    assert [(item.envelope.id, item.envelope.attempt) for item in found] == [("a", 1), ("b", 1)]
+
+
+async def test_a_client_that_closes_under_its_subscription_gives_back_uncharged(owner: Any) -> None:
+    client, other = await owner.client(), await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope("a", b"1")])
+    async with client.subscribe(spec()) as subscription:
+        await subscription.receive(5)
+        await client.aclose()
+    async with other.subscribe(spec()) as subscription:
+        (found,) = await subscription.receive(5)
+    assert found.envelope.attempt == 1
+
+
+def crash(client: SocketBackend) -> None:
+    """What the kernel does for a killed process."""
+    assert client._connection is not None
+    client._connection._transport.abort()
+
+
+async def test_the_attempts_of_a_client_that_crashed_are_counted(directory: Path) -> None:
+    async with Engine() as engine:
+        path = directory / "socket"
+        server = SocketServer(NativeBackend(engine=engine), engine, path)
+        await server.start()
+        client, other = SocketBackend(path), SocketBackend(path)
+        await client.start()
+        await other.start()
+        await client.declare(QueueSpec(name="q", ack_deadline=60))
+        await client.publish("q", [Envelope("a", b"1")])
+        async with client.subscribe(spec()) as subscription:
+            await subscription.receive(1)
+            crash(client)
+            async with other.subscribe(spec()) as survivor, asyncio.timeout(30):
+                (found,) = await survivor.receive(1)
+                assert found.envelope.attempt == 2, "redelivered at once, and charged"
+        await other.aclose()
+        await server.aclose()
+
+
+async def test_dead_letters_are_told_to_every_client_that_asked(owner: Any) -> None:
+    client, other, deaf = [await owner.client() for _ in range(3)]
+    died: list[DeadLetter] = []
+    dropped: list[DeadLetter] = []
+    client.on_dead_letter(died.append)
+    other.on_dead_letter(died.append)
+    other.on_dropped_letter(dropped.append)
+    await deaf.declare(QueueSpec(name="q", dead_letter="d"))
+    await other.declare(QueueSpec(name="d", max_depth=1, drop_oldest=True))
+    await client.ping()
+    for id in ("a", "b"):
+        await owner.engine.publish("q", b"x", ttl=0.01, message_id=id)
+    await until(lambda: len(died) == 4 and dropped)
+    assert sorted(letter.message_id for letter in died) == ["a", "a", "b", "b"]
+    assert {letter.reason for letter in died} == {"TTLExpired"}
+    assert [letter.message_id for letter in dropped] == ["a"]
+
+
+async def test_closing_answers_what_is_under_way_and_wakes_every_client(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    publishing = asyncio.create_task(client.publish("q", [Envelope("a", b"1")]))
+    async with client.subscribe(
+        SubscriptionSpec(queue="q", group="g", consumer="c", prefetch=1)
+    ) as s:
+        assert (await publishing)[0].position == 0
+        (found,) = await s.receive(1)
+        receiving = asyncio.create_task(s.receive(1))
+        await asyncio.sleep(0)
+        await owner.server.aclose()
+        with pytest.raises(BackendUnavailable):
+            await asyncio.wait_for(receiving, 30)
+        with pytest.raises(BackendUnavailable):
+            await s.ack(found)
+    stats = await owner.engine.stats("q")
+    assert (stats.depth, stats.in_flight) == (1, 0), "given back"

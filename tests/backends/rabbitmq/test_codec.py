@@ -1,0 +1,336 @@
+"""Messages to and from other programs, and those that the broker itself takes out of a queue."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import aiormq
+import pytest
+from aiormq.abc import ChannelFrame
+from pamqp.body import ContentBody
+from pamqp.commands import Basic
+from pamqp.header import ContentHeader
+from pydantic import BaseModel
+
+from qkit import Header, Message, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
+from qkit.backend import (
+    QueueSpec,
+)
+from qkit.backends.rabbitmq import codec
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.codec import encode
+from qkit.message import Envelope, Reason
+from tests.support.rabbitmq import (
+    dead,
+    declare,
+    ready,
+    spec,
+    take,
+)
+from tests.support.waiting import eventually
+
+
+class Order(BaseModel):
+    id: int
+
+
+async def test_a_foreign_message_reaches_a_typed_handler_with_its_headers(
+    raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    got: asyncio.Queue[tuple[Order, int, Message]] = asyncio.Queue()
+
+    @consume(name)
+    async def handle(
+        order: Order, message: Message, shard: Annotated[int, Header("shard")] = 0
+    ) -> None:
+        got.put_nowait((order, shard, message))
+        if message.attempt == 1:
+            raise ValueError("not yet")
+
+    settings = Settings(type="rabbitmq", url=rabbitmq_url, retry={"initial_delay": 0.1}, prefetch=5)
+    service = QueueService(settings)
+    service.register(handle)
+    headers: dict[str, Any] = {
+        "shard": 7,
+        "big": 2**40,
+        "flag": True,
+        "price": 1.5,
+        "raw": bytearray(b"\xff\x00"),
+        "when": datetime(2024, 2, 29, tzinfo=UTC),
+        "nested": {"a": [1, "two"]},
+        "nothing": None,
+    }
+    async with service, asyncio.timeout(60):
+        await raw.basic_publish(
+            b'{"id": 1}',
+            routing_key=name,
+            mandatory=True,
+            properties=Basic.Properties(
+                headers=headers,
+                correlation_id="c-1",
+                reply_to="answers",
+                message_type="order.placed",
+                app_id="legacy",
+            ),
+        )
+        for attempt in (1, 2):
+            order, shard, message = await got.get()
+            assert (order.id, shard, message.attempt) == (1, 7, attempt)
+            found = {k: v for k, v in message.headers.items() if not k.startswith("qkit-")}
+            assert found == {
+                "shard": "7",
+                "big": str(2**40),
+                "flag": "true",
+                "price": "1.5",
+                "raw": "\\xff\x00",
+                "when": "2024-02-29T00:00:00+00:00",
+                "nested": '{"a": [1, "two"]}',
+                "nothing": "",
+                "correlation-id": "c-1",
+                "reply-to": "answers",
+                "type": "order.placed",
+                "app-id": "legacy",
+            }
+        await service.delete(name)
+        await service.delete(f"{name}.dlq")
+
+
+async def test_a_foreign_message_that_goes_back_keeps_the_types_of_its_headers(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(backend, name)
+    sent = Basic.Properties(
+        headers={"n": 7, "deep": {"a": 1}},
+        correlation_id="c",
+        reply_to="r",
+        content_type="text/plain",
+        timestamp=datetime(2024, 2, 29, tzinfo=UTC),
+        priority=3,
+    )
+    await raw.basic_publish(b"x", routing_key=name, properties=sent)
+    async with backend.subscribe(spec(name)) as subscription:
+        (first,) = await take(subscription)
+        first.envelope.headers["added"] = "1"
+        await subscription.release(first, 0.0)
+        await subscription.stop()
+    message = await raw.basic_get(name, no_ack=True)
+    found = message.header.properties
+    headers = dict(found.headers or {})
+    headers.pop("x-delivery-count", None)
+    assert headers == {"n": 7, "deep": {"a": 1}, "added": "1", "qkit-attempts": 1}
+    assert (found.correlation_id, found.reply_to) == ("c", "r")
+    assert (found.content_type, found.timestamp, found.priority) == (
+        "text/plain",
+        sent.timestamp,
+        3,
+    )
+    assert found.message_id == first.envelope.id
+
+
+async def test_another_program_reads_what_qkit_sent(
+    raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    async with QueueService(Settings(type="rabbitmq", url=rabbitmq_url)) as service:
+        sent = await service.send(
+            name,
+            {"id": 1},
+            headers={"tenant": "acme", "type": "order.placed", "CC": "x", "x-death": "y"},
+            key="k",
+            priority=8,
+            ttl=60,
+        )
+        message = await raw.basic_get(name, no_ack=True)
+        await service.delete(name)
+        await service.delete(f"{name}.dlq")
+    found = message.header.properties
+    assert json.loads(message.body) == {"id": 1}
+    assert (found.message_id, found.content_type, found.priority) == (
+        sent.message_id,
+        "application/json",
+        8,
+    )
+    assert found.message_type == "order.placed"
+    assert found.timestamp is not None
+    assert abs(found.timestamp.timestamp() - SystemClock().time()) < 10
+    assert found.expiration is None, "a classic queue may lose what it lets expire"
+    headers = dict(found.headers or {})
+    assert headers.pop("qkit-expires-at") == pytest.approx((SystemClock().time() + 60) * 1000, 1e-4)
+    assert headers == {
+        "tenant": "acme",
+        "qkit-key": "k",
+        "qkit-header-CC": "x",
+        "qkit-header-x-death": "y",
+    }
+
+
+async def test_headers_upon_which_the_broker_would_act_arrive_unchanged(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    odd = {
+        "CC": "elsewhere",
+        "BCC": "elsewhere",
+        "x-death": "no",
+        "x-delivery-count": "9",
+        "x-first-death-reason": "none",
+        "reply-to": "amq.rabbitmq.reply-to",
+        "correlation-id": "c" * 300,
+        "content-type": "application/json",
+        "type": "",
+    }
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("a", b"x", dict(odd))])
+    async with backend.subscribe(spec(name)) as subscription:
+        for attempt in (1, 2):
+            (delivery,) = await take(subscription)
+            assert delivery.envelope.headers == odd
+            assert delivery.envelope.attempt == attempt
+            await subscription.release(delivery, 0.0)
+
+
+async def test_an_id_longer_than_amqp_carries_is_refused(
+    classic: RabbitMQBackend, name: str
+) -> None:
+    await declare(classic, name)
+    with pytest.raises(ValueError, match="255"):
+        await classic.publish(name, [Envelope("x" * 256, b"x")])
+
+
+# What the broker itself takes out of a queue
+
+
+async def test_a_message_that_the_broker_let_expire_is_the_same_dead_letter(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(backend, name)
+    soon = SystemClock().time() + 0.3
+    expiring = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=soon)
+    usual = None if backend._quorum else 5
+    sent = encode(expiring, now=SystemClock().time(), priority=usual, expire=True)
+    await raw.basic_publish(b"x", routing_key=name, properties=sent)
+    by_broker = await dead(backend, name)
+    assert await backend.purge(f"{name}.dlq") == 1
+    async with backend.subscribe(spec(name)) as subscription:
+        stale = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=SystemClock().time() - 1)
+        # Past the broker: nothing in the properties makes it expire by itself.
+        backend._specs[name] = QueueSpec(name=name)
+        await backend.publish(name, [stale])
+        backend._specs[name] = QueueSpec(name=name, dead_letter=f"{name}.dlq")
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        by_consumer = await dead(backend, name)
+        receiving.cancel()
+    facts = [
+        replace(item, first_failed_at=0.0, last_failed_at=0.0) for item in (by_broker, by_consumer)
+    ]
+    assert facts[0] == facts[1]
+    assert by_broker.reason == Reason.TTL_EXPIRED
+    assert abs(by_broker.last_failed_at - soon) <= 2, "the broker's clock counts seconds"
+
+
+async def test_a_message_that_another_program_rejected_is_a_dead_letter(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope("a", b"x", {"h": "1"})])
+    message = await raw.basic_get(name)
+    assert message.delivery_tag is not None
+    await raw.basic_reject(message.delivery_tag, requeue=False)
+    letter = await dead(backend, name)
+    assert (letter.message_id, letter.channel, letter.reason) == ("a", name, Reason.EXPLICIT_NACK)
+    assert (letter.error_type, letter.attempts, dict(letter.headers)) == (
+        "Rejected",
+        1,
+        {"h": "1"},
+    )
+
+
+async def test_a_dead_letter_of_the_broker_s_making_is_replayed_and_may_die_again(
+    rabbitmq_url: str, raw: aiormq.Channel, name: str
+) -> None:
+    """Also twice: a copy that carried the broker's notes along would be dropped without a word."""
+    async with QueueService(Settings(type="rabbitmq", url=rabbitmq_url)) as service:
+        await service.send(name, "a")
+        for _ in range(3):
+            await eventually(lambda: ready(raw, name))
+            message = await raw.basic_get(name)
+            assert message.delivery_tag is not None
+            await raw.basic_reject(message.delivery_tag, requeue=False)
+            await eventually(lambda: service.dead_letters(name).list())
+            assert await service.dead_letters(name).replay() == 1
+            assert await service.dead_letters(name).list() == []
+        assert await ready(raw, name) == 1
+        await service.delete(name)
+        await service.delete(f"{name}.dlq")
+
+
+async def test_a_foreign_message_without_an_id_is_replayed_once(
+    classic: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(classic, name)
+    await _publish_without_id(raw, name, b"1")
+    for _ in range(2):
+        (first,) = await classic.peek(name, 10)
+        assert first.id.startswith("foreign-")
+    assert await classic.remove(name, [first.id]) == 1
+    assert (await classic.stats(name)).depth == 0
+
+
+async def _publish_without_id(raw: aiormq.Channel, name: str, body: bytes) -> None:
+    """The driver makes up an id for whoever gives none, which other programs' drivers do not."""
+    header = ContentHeader(body_size=len(body), properties=Basic.Properties(delivery_mode=2))
+    frames: list[Any] = [Basic.Publish(routing_key=name), header, ContentBody(body)]
+    await raw.write_queue.put(ChannelFrame.marshall(raw.number, frames))
+    await eventually(lambda: ready(raw, name))
+
+
+def test_a_retry_of_small_headers_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes ten times as long as all the rest."""
+    original = Basic.Properties(message_id="1", headers={"tenant": "acme", "number": 7})
+    envelope = codec.decode(original, b"")
+    measured: list[int] = []
+    marshal = Basic.Properties.marshal
+
+    def counted(item: Basic.Properties) -> bytes:
+        measured.append(1)
+        return marshal(item)
+
+    monkeypatch.setattr(Basic.Properties, "marshal", counted)
+    again = codec.encode_again(envelope, original, attempts=1)
+    assert again.headers == {"tenant": "acme", "number": 7, "qkit-attempts": 1}
+    assert measured == []
+    envelope.headers["large"] = "x" * codec.FRAME
+    assert codec.encode_again(envelope, original, attempts=1).marshal()
+    assert measured
+
+
+@pytest.mark.parametrize("before", [None, {}])
+def test_many_headers_with_short_names_of_four_bytes_are_packed(
+    before: dict[str, Any] | None,
+) -> None:
+    letters = [chr(0x1F300 + number) for number in range(100)]
+    headers = {first + second: "" for first in letters for second in letters}
+    envelope = Envelope("1", b"", headers)
+    if before is None:
+        facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
+    else:
+        original = Basic.Properties(headers=before)
+        facts = codec.encode_again(envelope, original, attempts=1)
+    assert len(facts.marshal()) < codec.FRAME
+    assert codec.decode(facts, b"").headers == headers
+
+
+def test_as_few_large_headers_as_possible_are_dropped() -> None:
+    noise = random.Random(7)
+    small = {f"h{number}": str(number) for number in range(50)}
+    large = {f"large{size}": noise.randbytes(size).hex() for size in range(30_000, 34_000, 500)}
+    envelope = Envelope("1", b"", small | large)
+    facts = codec.encode(envelope, now=1.0, priority=None, expire=False)
+    assert len(facts.marshal()) < codec.FRAME
+    found = codec.decode(facts, b"").headers
+    kept = [f"large{size}" for size in (30_000, 30_500, 31_000)]
+    assert found == small | {name: large[name] for name in kept} | {"qkit-dropped-headers": "5"}

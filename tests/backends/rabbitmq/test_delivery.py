@@ -1,0 +1,316 @@
+"""Nothing is lost and nothing mixed up: cancellations, prefetching, acks in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import aiormq
+import pytest
+
+from qkit import QueueService, Settings, consume
+from qkit._internal.ids import new_id
+from qkit.backend import (
+    Delivery,
+    QueueSpec,
+)
+from qkit.backends.rabbitmq import subscription as subscription_module
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
+from qkit.backends.rabbitmq.subscription import RabbitSubscription
+from qkit.errors import (
+    BackendUnavailable,
+    InvalidHeader,
+    PartialSend,
+    QueueNotFound,
+    SubscriptionLost,
+)
+from qkit.message import DeadLetter, Envelope, Reason, Sent
+from tests.support.rabbitmq import (
+    dead,
+    declare,
+    is_,
+    ready,
+    spec,
+    take,
+)
+from tests.support.waiting import eventually
+
+
+async def test_a_header_that_amqp_cannot_carry_concerns_its_own_message_alone(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    bad = {"content-type": "x" * 256}
+    wanted = {"a": {}, "b": bad, "c": bad, "d": {}}
+    with pytest.raises(PartialSend) as caught:
+        await backend.publish(name, [Envelope(id, b"x", headers) for id, headers in wanted.items()])
+    first, second, third, last = caught.value.results
+    assert (first, last) == (Sent("a"), Sent("d"))
+    assert isinstance(second, InvalidHeader)
+    assert isinstance(third, InvalidHeader)
+    with pytest.raises(InvalidHeader):
+        await backend.publish(name, [Envelope("e", b"x", bad)])
+    assert [item.id for item in await backend.peek(name, 9)] == ["a", "d"]
+
+
+async def test_a_cancelled_wait_loses_nothing_fifty_times(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    await declare(backend, name)
+    got: list[str] = []
+    sent: list[str] = []
+    async with (
+        backend.subscribe(spec(name, prefetch=3)) as one,
+        backend.subscribe(spec(name, prefetch=3)) as two,
+    ):
+
+        async def settle(subscription: RabbitSubscription, found: list[Delivery]) -> None:
+            for delivery in found:
+                assert delivery.envelope.attempt == 1
+                got.append(delivery.envelope.id)
+                await subscription.ack(delivery)
+
+        for _ in range(50):
+            subscription = dice.choice([one, two])
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await asyncio.sleep(dice.choice([0, 0.0005, 0.002]))
+            envelope = Envelope(new_id(), b"x")
+            sending = asyncio.ensure_future(backend.publish(name, [envelope]))
+            await asyncio.sleep(dice.choice([0, 0.0003, 0.001, 0.003]))
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await settle(subscription, await receiving)
+            await sending
+            sent.append(envelope.id)
+
+        async def drain(subscription: RabbitSubscription) -> None:
+            while len(got) < 50:
+                await settle(subscription, await subscription.receive(50))
+
+        draining = [asyncio.ensure_future(drain(each)) for each in (one, two)]
+        await asyncio.wait(draining, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        for task in draining:
+            task.cancel()
+    assert sorted(got) == sorted(sent)
+    assert (await backend.stats(name)).depth == 0
+
+
+async def test_a_cancelled_send_leaves_no_answer_for_the_next(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    for number in range(40):
+        sending = asyncio.ensure_future(backend.publish(name, [Envelope(f"c{number}", b"x")]))
+        for _ in range(number % 12):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+        # Under the same id, into nowhere: the answer must be its own.
+        with pytest.raises(QueueNotFound):
+            await backend.publish(f"{name}-gone", [Envelope(f"c{number}", b"x")])
+    assert await backend.publish(name, [Envelope("last", b"x")]) == [Sent("last")]
+
+
+async def test_two_of_one_id_are_never_in_flight_on_one_channel(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    """The driver would swap their answers: one is unroutable, the other is not."""
+    await declare(backend, name)
+    for _ in range(10):
+        good, bad = await asyncio.gather(
+            backend.publish(name, [Envelope("same", b"x")] * 3),
+            backend.publish(f"{name}-gone", [Envelope("same", b"x")]),
+            return_exceptions=True,
+        )
+        assert good == [Sent("same")] * 3
+        assert isinstance(bad, QueueNotFound)
+    assert (await backend.stats(name)).depth == 30
+
+
+async def test_an_unroutable_message_is_not_found_and_the_others_arrive(
+    backend: RabbitMQBackend, rabbitmq_url: str, name: str
+) -> None:
+    await declare(backend, name)
+    with pytest.raises(QueueNotFound) as caught:
+        await backend.publish(f"{name}-gone", [Envelope("a", b"x")])
+    assert (caught.value.queue, caught.value.message_id) == (f"{name}-gone", "a")
+    assert isinstance(caught.value.cause, aiormq.exceptions.PublishError)
+    assert await backend.publish(name, [Envelope("b", b"x")]) == [Sent("b")]
+
+
+async def test_a_topic_that_is_gone_takes_no_other_send_with_it(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    """An unknown exchange closes the channel and fails all in flight: only one is to blame."""
+    await declare(backend, name)
+    await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
+    await raw.exchange_delete(f"{name}-topic")
+    gone, others = await asyncio.gather(
+        backend.publish(f"{name}-topic", [Envelope("t", b"x")]),
+        backend.publish(name, [Envelope(str(number), b"x") for number in range(50)]),
+        return_exceptions=True,
+    )
+    assert isinstance(gone, QueueNotFound)
+    failed = others.results if isinstance(others, PartialSend) else [others]
+    for other in failed:
+        assert isinstance(other, list | Sent | BackendUnavailable), "it may be tried again"
+
+    async def sent(queue: str) -> bool:
+        with contextlib.suppress(BackendUnavailable):  # the driver may lose its connection by this
+            return await backend.publish(queue, [Envelope("again", b"x")]) == [Sent("again")]
+        return False
+
+    await eventually(lambda: sent(name))
+    await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
+    await eventually(lambda: sent(f"{name}-topic"))
+
+
+async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope(str(number), b"x") for number in range(10)])
+    async with backend.subscribe(spec(name, prefetch=8)) as subscription:
+        (held,) = await take(subscription)
+        await eventually(lambda: len(subscription._waiting) == 7)
+        await subscription.stop()
+        await eventually(lambda: is_(ready(raw, name), 9))
+        await subscription.ack(held)
+    async with backend.subscribe(spec(name, prefetch=20)) as again:
+        found = await take(again, 9)
+        assert {delivery.envelope.attempt for delivery in found} == {1}, "nobody had seen them"
+        wanted = [str(number) for number in range(1, 10)]
+        assert sorted(delivery.envelope.id for delivery in found) == wanted
+        if not backend._quorum:
+            assert [delivery.envelope.id for delivery in found] == wanted, "in their old places"
+
+
+async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
+    backend: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.2)
+    await declare(backend, name)
+    async with (
+        backend.subscribe(spec(name)) as paused,
+        backend.subscribe(spec(name)) as other,
+    ):
+        waiting = asyncio.ensure_future(paused.receive(1))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await backend.publish(name, [Envelope(str(number), b"x") for number in range(6)])
+        found = await take(other, 6)
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+        for delivery in found:
+            await other.ack(delivery)
+        await backend.publish(name, [Envelope("late", b"x")])
+        receiving = [asyncio.ensure_future(take(each)) for each in (paused, other)]
+        done, pending = await asyncio.wait(
+            receiving, timeout=60, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert done, "the paused one consumes again when it is asked"
+        for task in pending:
+            task.cancel()
+
+
+@pytest.mark.proves("003-speed-2")
+@pytest.mark.parametrize("prefetch", [2, 5])
+async def test_the_broker_counts_no_more_unacknowledged_than_the_prefetch(
+    rabbitmq_url: str, raw: aiormq.Channel, name: str, prefetch: int
+) -> None:
+    running = 0
+    gate = asyncio.Event()
+
+    @consume(name, concurrency=2)
+    async def handle(number: int) -> None:
+        nonlocal running
+        running += 1
+        await gate.wait()
+
+    service = QueueService(Settings(type="rabbitmq", url=rabbitmq_url, prefetch=prefetch))
+    service.register(handle)
+    async with service:
+        await service.send_many(name, range(30))
+        await eventually(lambda: running == 2)
+        await eventually(lambda: is_(ready(raw, name), 30 - prefetch))
+        await asyncio.sleep(0.3)
+        assert await ready(raw, name) == 30 - prefetch, "the rest is with the broker"
+        gate.set()
+        await eventually(lambda: running == 30)
+    for queue in (name, f"{name}.dlq"):
+        await raw.queue_delete(queue)
+
+
+def test_without_a_prefetch_it_is_one(rabbitmq_url: str) -> None:
+    assert Settings(type="rabbitmq", url=rabbitmq_url).effective_prefetch == 1
+
+
+async def test_a_slow_message_does_not_hold_back_the_acks_of_later_ones(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    await declare(backend, name)
+    await backend.publish(name, [Envelope(str(number), b"x") for number in range(20)])
+    async with backend.subscribe(spec(name, prefetch=2)) as subscription:
+        (slow,) = await take(subscription)
+        for number in range(1, 20):
+            (delivery,) = await take(subscription)
+            assert delivery.envelope.id == str(number)
+            await subscription.ack(delivery)
+        await subscription.ack(slow)
+    assert (await backend.stats(name)).depth == 0
+
+
+async def test_acks_in_any_order_settle_exactly_what_was_acknowledged(
+    backend: RabbitMQBackend, name: str
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    await declare(backend, name)
+    await backend.publish(name, [Envelope(str(number), b"x") for number in range(200)])
+    kept: set[str] = set()
+    async with backend.subscribe(spec(name, prefetch=200)) as subscription:
+        found = await take(subscription, 200)
+        dice.shuffle(found)
+        for delivery in found:
+            what = dice.random()
+            if what < 0.2:
+                kept.add(delivery.envelope.id)
+                await subscription.release(delivery, 0.0, count_attempt=False)
+            elif what < 0.3:
+                kept.add(delivery.envelope.id)  # held until the end
+            else:
+                await subscription.ack(delivery)
+            if dice.random() < 0.1:
+                await asyncio.sleep(0)
+    assert {envelope.id for envelope in await backend.peek(name, 300)} == kept
+
+
+async def test_a_crash_is_counted_and_the_last_one_buries_the_message(
+    quorum: RabbitMQBackend, name: str
+) -> None:
+    letters: list[DeadLetter] = []
+    quorum.on_dead_letter(letters.append)
+    await declare(quorum, name, max_deliveries=2)
+    await quorum.publish(name, [Envelope("killer", b"x")])
+    for attempt in (1, 2):
+        async with quorum.subscribe(spec(name)) as subscription:
+            (delivery,) = await take(subscription)
+            assert delivery.envelope.attempt == attempt
+            assert subscription._channel is not None
+            await subscription._channel.close()  # as if the process were gone
+            with pytest.raises(SubscriptionLost):
+                await subscription.receive(1)
+    async with quorum.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await eventually(lambda: letters)
+        receiving.cancel()
+    (letter,) = letters
+    assert (letter.reason, letter.attempts) == (Reason.MAX_RETRIES_EXCEEDED, 2)
+    assert (letter.message_id, letter.error_type) == ("killer", "Crashed")
+    assert await dead(quorum, name) == letter
+    assert (await quorum.stats(name)).depth == 0

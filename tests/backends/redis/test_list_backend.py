@@ -1,0 +1,781 @@
+"""Redis lists beyond the contract: other programs, broken connections, and what errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import random
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from redis import exceptions
+
+from qkit import ConfigError, QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
+from qkit._internal.ids import new_id
+from qkit.backend import (
+    Admin,
+    DeadLetterSource,
+    Delivery,
+    DroppedLetterSource,
+    QueueSpec,
+    SubscriptionSpec,
+)
+from qkit.backends.factory import open_backend
+from qkit.backends.redis import codec, list_subscription
+from qkit.backends.redis.connection import ConnectionParameters
+from qkit.backends.redis.errors import to_queue_error, translate_errors
+from qkit.backends.redis.list_backend import RedisListBackend
+from qkit.backends.redis.list_subscription import ListSubscription
+from qkit.backends.redis.scripts import lifecycle
+from qkit.errors import (
+    BackendUnavailable,
+    MessageNotFound,
+    QueueError,
+    QueueFull,
+    QueueNotFound,
+    SendTimeout,
+    SubscriptionLost,
+    Unsupported,
+)
+from qkit.message import DeadLetter, Envelope, Reason
+from tests.support.waiting import eventually
+
+
+@pytest.fixture
+def name() -> str:
+    return f"r-{uuid.uuid4().hex[:10]}"
+
+
+@pytest_asyncio.fixture
+async def raw(redis_url: str, name: str) -> AsyncIterator[Any]:
+    """Another program: the bare client. What the test left is deleted."""
+    async with redis.asyncio.from_url(redis_url) as client:
+        yield client
+        for pattern in (f"{name}*", f"{{{name}*"):
+            keys = [key async for key in client.scan_iter(pattern, count=1000)]
+            if keys:
+                await client.delete(*keys)
+        names = [item for item in await client.smembers("qkit:queues") if name.encode() in item]
+        if names:
+            await client.srem("qkit:queues", *names)
+
+
+@pytest_asyncio.fixture
+async def backend(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend]:
+    backend = RedisListBackend(redis_url)
+    await backend.start()
+    yield backend
+    await backend.aclose()
+
+
+def spec(name: str, **options: Any) -> SubscriptionSpec:
+    values: dict[str, Any] = {"group": "g", "consumer": "c", "prefetch": 10, **options}
+    return SubscriptionSpec(queue=name, **values)
+
+
+async def take(subscription: ListSubscription, count: int = 1) -> list[Delivery]:
+    found: list[Delivery] = []
+    async with asyncio.timeout(60):
+        while len(found) < count:
+            found += await subscription.receive(count - len(found))
+    return found
+
+
+# Other programs
+
+
+@pytest.mark.proves("003-redis-2")
+async def test_what_another_program_pushed_is_consumed(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    blob = bytes(range(256))
+    odd = [b'{"id": 1}', b"", blob, b"qk1 x", b"qk1 a b 0 0 0 -\n\nz", b"qk1 a -5 0 0 0 -\n\nz"]
+    await raw.rpush(name, *odd)
+    async with backend.subscribe(spec(name)) as subscription:
+        found = await take(subscription, len(odd))
+        assert [delivery.envelope.body for delivery in found] == odd
+        assert len({delivery.envelope.id for delivery in found}) == len(odd)
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+        await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+
+
+async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
+    backend: RedisListBackend, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        list_subscription, "MAX_BLOCK_SECONDS", 120.0
+    )  # it looks for itself only after this
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            await raw.rpush(name, b"{}")
+            (first,) = await receiving
+        await subscription.release(first, 0.0)
+        (second,) = await take(subscription)
+        assert (second.envelope.id, second.envelope.attempt) == (first.envelope.id, 2)
+
+
+async def test_a_foreign_message_that_kills_its_consumer_is_counted(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    letters: list[DeadLetter] = []
+    backend.on_dead_letter(letters.append)
+    await backend.declare(QueueSpec(name=f"{name}.dlq", max_depth=10, drop_oldest=True))
+    await backend.declare(QueueSpec(name=name, max_deliveries=2, dead_letter=f"{name}.dlq"))
+    await raw.rpush(name, b"killer")
+    async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
+        assert (await take(subscription))[0].envelope.attempt == 1
+        assert (await take(subscription))[0].envelope.attempt == 2
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                assert not await subscription.receive(1)
+    (letter,) = letters
+    assert (letter.channel, letter.reason, letter.attempts) == (
+        name,
+        Reason.MAX_RETRIES_EXCEEDED,
+        2,
+    )
+    assert letter.error_type == "LeaseExpired"
+    (kept,) = await backend.peek(f"{name}.dlq", 10)
+    assert DeadLetter.from_envelope(kept) == letter
+
+
+async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name, broadcast=True))
+    await raw.rpush(name, b"before any group")
+    one, two = spec(name, group="one", broadcast=True), spec(name, group="two", broadcast=True)
+    async with backend.subscribe(one) as first:
+        waiting = asyncio.ensure_future(take(first, 2))  # parked: nobody tells it of the push
+        await asyncio.sleep(0.1)
+        await raw.rpush(name, b"for one", b"for one too")
+        assert [item.envelope.body for item in await waiting] == [b"for one", b"for one too"]
+        async with backend.subscribe(two) as second:
+            await raw.rpush(name, b"for both")
+            found = [*await take(first), *await take(second)]
+            assert [item.envelope.body for item in found] == [b"for both"] * 2
+            assert len({item.envelope.id for item in found}) == 1
+            await raw.rpush(name, b"looked at")
+            assert [item.body for item in await backend.peek(name, 10)] == [b"looked at"] * 2
+    assert await raw.llen(name) == 0
+
+
+async def test_what_stands_among_others_with_another_priority_is_woken_for(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    frames = [codec.encode(Envelope(id, b"x", priority=p)) for id, p in (("a", None), ("b", 9))]
+    await raw.rpush(name, *frames)  # by hand: a send would have filed it
+    async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
+        (first,) = await one.receive(2)
+        assert first.envelope.id == "a"
+        assert await raw.llen(name) == 1, "so that whoever waits hears of it"
+        (second,) = await take(two)
+        assert second.envelope.id == "b"
+
+
+async def test_a_list_that_another_program_made_is_found_and_consumed(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await raw.rpush(name, b"theirs")
+    await backend.declare(QueueSpec(name=name, passive=True))
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert delivery.envelope.body == b"theirs"
+        await subscription.ack(delivery)
+    await backend.declare(QueueSpec(name=name, passive=True))  # it is known also when it is empty
+    with pytest.raises(ConfigError, match="as a queue"):
+        await backend.declare(QueueSpec(name=name, broadcast=True, passive=True))
+
+
+async def test_the_server_counts_the_consumers(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.declare(QueueSpec(name=f"{name}-topic", broadcast=True))
+
+    async def consumers(queue: str) -> int | None:
+        return (await backend.stats(queue)).consumers
+
+    assert await consumers(name) == 0
+    topic = f"{name}-topic"
+    async with (
+        backend.subscribe(spec(name)),
+        backend.subscribe(spec(topic, group="one", broadcast=True)),
+        backend.subscribe(spec(topic, group="two", broadcast=True)),
+    ):
+        assert (await consumers(name), await consumers(topic)) == (1, 2)
+        async with backend.subscribe(spec(name)):
+            assert await consumers(name) == 2
+    await eventually(lambda: _is(consumers(name), 0))
+
+
+async def _is(asked: Awaitable[object], wanted: object) -> bool:
+    return await asked == wanted
+
+
+async def test_a_delayed_message_is_before_nobody(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    later = SystemClock().time() + 60
+
+    async def positions(*messages: Envelope) -> list[int | None]:
+        return [sent.position for sent in await backend.publish(name, messages)]
+
+    assert await positions(Envelope("late", b"x", not_before=later)) == [None]
+    assert await positions(Envelope("a", b"x")) == [0]
+    assert await positions(Envelope("b", b"x", priority=9)) == [0]
+    await backend.purge(name)
+    assert await positions(Envelope("late", b"x", not_before=later), Envelope("c", b"x")) == [
+        None,
+        0,
+    ]
+    await backend.purge(name)
+    await positions(Envelope("late", b"x", not_before=later))
+    assert await raw.lpop(name) is not None  # another program takes it
+    assert await positions(Envelope("d", b"x")) == [0]
+    assert (await backend.stats(name)).depth == 1
+
+
+@pytest.mark.proves("003-redis-2")
+async def test_a_person_can_read_what_qkit_sent(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("0190", b'{"id":1}', {"tenant": "acme"})])
+    assert await raw.lrange(name, 0, -1) == [b'qk1 0190 - 0 0 0 -\n{"tenant":"acme"}\n{"id":1}']
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        Envelope("0190", b""),
+        Envelope("a b\n", bytes(range(256)), {"ü": "ü\u2028", "x": ""}, key="k 1\n", priority=0),
+        Envelope("", b"qk1 ", {}, key="", priority=9, not_before=1.5, expires_at=1.7e9),
+        Envelope("%", b"\n\n", {"odd": "\uffff"}, key="-"),
+    ],
+)
+def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
+    found, spent = codec.decode(codec.encode(envelope, 1))
+    assert (found, spent) == (envelope, False)
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
+def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
+    found, _ = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
+    kept = {"headers": base64.b64encode(line).decode()}
+    assert found.headers == {"qkit-raw": json.dumps(kept)}
+    assert found.body == b"body"
+
+
+def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
+    found, _ = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
+    assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
+    assert found.headers["lone"] == r"\ud800"
+    raw = json.loads(found.headers["qkit-raw"])
+    assert raw == {"id": "//4=", "key": "a/8="}
+    again, _ = codec.decode(codec.encode(found))
+    assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
+
+
+# Nothing is lost
+
+
+@pytest.mark.proves("003-redis-3")
+async def test_a_cancelled_wait_loses_nothing_fifty_times(
+    backend: RedisListBackend, name: str
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    dice = random.Random(seed)
+    await backend.declare(QueueSpec(name=name))
+    got: list[str] = []
+    sent: list[str] = []
+    async with (
+        backend.subscribe(spec(name, prefetch=100)) as one,
+        backend.subscribe(spec(name, prefetch=100)) as two,
+    ):
+
+        async def settle(subscription: ListSubscription, found: list[Delivery]) -> None:
+            for delivery in found:
+                assert delivery.envelope.attempt == 1
+                got.append(delivery.envelope.id)
+                await subscription.ack(delivery)
+
+        for _ in range(50):
+            subscription = dice.choice([one, two])
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await asyncio.sleep(dice.choice([0, 0.0005, 0.002, 0.005]))
+            envelope = Envelope(new_id(), b"x", priority=dice.choice([None, 1, 9]))
+            sending = asyncio.ensure_future(backend.publish(name, [envelope]))
+            await asyncio.sleep(dice.choice([0, 0.0003, 0.0006, 0.001, 0.002]))
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await settle(subscription, await receiving)
+            await sending
+            sent.append(envelope.id)
+        async with asyncio.timeout(60):
+            while len(got) < 50:
+                await settle(one, await one.receive(50))
+    assert sorted(got) == sorted(sent)
+    stats = await backend.stats(name)
+    assert (stats.depth, stats.in_flight, stats.scheduled) == (0, 0, 0)
+
+
+async def test_a_cancelled_send_leaves_no_answer_for_the_next(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    for number in range(50):
+        sending = asyncio.ensure_future(backend.publish(name, [Envelope(f"c{number}", b"x")]))
+        for _ in range(number % 10):
+            await asyncio.sleep(0)
+        sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+        assert name in await backend.queues()
+    (sent,) = await backend.publish(name, [Envelope("last", b"x")])
+    stats = await backend.stats(name)
+    assert (sent.message_id, sent.position) == ("last", stats.depth - 1)
+
+
+async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name, prefetch=1, ack_deadline=0.2)) as subscription:
+        for attempt in (1, 2, 3):
+            assert (await take(subscription))[0].envelope.attempt == attempt
+
+
+async def test_every_parked_consumer_hears_of_a_batch(
+    backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message wakes one consumer; each that is woken wakes the next while there is work."""
+    monkeypatch.setattr(
+        list_subscription, "MAX_BLOCK_SECONDS", 120.0
+    )  # they look for themselves after this
+    await backend.declare(QueueSpec(name=name))
+    async with contextlib.AsyncExitStack() as stack:
+        consumers = [
+            await stack.enter_async_context(backend.subscribe(spec(name, prefetch=1)))
+            for _ in range(4)
+        ]
+        waiting = [asyncio.ensure_future(each.receive(1)) for each in consumers]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            await backend.publish(name, [Envelope(str(number), b"x") for number in range(4)])
+            found = [(await receiving)[0].envelope.id for receiving in waiting]
+        assert sorted(found) == ["0", "1", "2", "3"]
+
+
+async def test_a_consumer_that_died_with_a_message_in_the_arrivals_loses_nothing(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    await raw.blmove(name, f"{{{name}}}:in", 1, "LEFT", "RIGHT")
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert delivery.envelope.id == "a"
+
+
+async def test_messages_that_are_alike_are_all_kept(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    for delay in (0.0, 0.3):
+        due = SystemClock().time() + delay if delay else None
+        await backend.publish(name, [Envelope("same", b"x", not_before=due)] * 3)
+    async with backend.subscribe(spec(name)) as subscription:
+        assert len(await take(subscription, 6)) == 6
+
+
+async def test_a_forgotten_script_is_told_again(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.script_flush()
+    await backend.publish(name, [Envelope("a", b"x")])
+    assert (await backend.stats(name)).depth == 1
+
+
+# Without leases
+
+
+@pytest_asyncio.fixture
+async def unreliable(redis_url: str, raw: Any) -> AsyncIterator[RedisListBackend]:
+    backend = RedisListBackend(redis_url, reliable=False)
+    await backend.start()
+    yield backend
+    await backend.aclose()
+
+
+@pytest.mark.proves("003-redis-3")
+async def test_without_leases_a_message_is_gone_once_it_is_taken(
+    unreliable: RedisListBackend, raw: Any, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    await raw.rpush(name, b"foreign")
+    async with unreliable.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert (delivery.envelope.body, delivery.lease) == (b"foreign", None)
+        stats = await unreliable.stats(name)
+        assert (stats.depth, stats.in_flight) == (0, 0)
+        with pytest.raises(Unsupported):
+            await subscription.extend(delivery, 1.0)
+    assert (await unreliable.stats(name)).depth == 0
+
+
+async def test_without_leases_what_nobody_saw_goes_back(
+    unreliable: RedisListBackend, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    sent = [str(number) for number in range(30)]
+    got: list[str] = []
+    async with unreliable.subscribe(spec(name, prefetch=100)) as subscription:
+        for id in sent:
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await unreliable.publish(name, [Envelope(id, b"x")])
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                got += [delivery.envelope.id for delivery in await receiving]
+        async with asyncio.timeout(60):
+            while len(got) < len(sent):
+                got += [delivery.envelope.id for delivery in await subscription.receive(30)]
+    assert sorted(got) == sorted(sent)
+
+
+async def test_without_leases_a_released_message_comes_again(
+    unreliable: RedisListBackend, name: str
+) -> None:
+    await unreliable.declare(QueueSpec(name=name))
+    await unreliable.publish(name, [Envelope("a", b"x")])
+    async with unreliable.subscribe(spec(name)) as subscription:
+        (first,) = await take(subscription)
+        await subscription.release(first, 5.0)
+        (second,) = await take(subscription)
+        assert second.envelope.attempt == 2
+        await subscription.ack(second)
+        with pytest.raises(MessageNotFound):
+            await subscription.ack(second)
+
+
+# Broken connections
+
+
+async def kill_blocked(raw: Any, subscription: ListSubscription) -> None:
+    await raw.execute_command("CLIENT", "KILL", "ID", subscription._blocking_connection_id)
+
+
+async def test_a_killed_parking_connection_ends_the_subscription_and_says_why(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(1))
+        await asyncio.sleep(0.1)
+        await kill_blocked(raw, subscription)
+        with pytest.raises(SubscriptionLost) as caught:
+            await receiving
+        assert caught.value.queue == name
+        assert isinstance(caught.value.cause, exceptions.ConnectionError)
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name)) as again:
+        assert len(await take(again)) == 1
+
+
+@pytest.mark.proves("003-redis-9")
+async def test_a_service_outlives_its_killed_connection(
+    raw: Any, redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[ListSubscription] = []
+    got: asyncio.Queue[int] = asyncio.Queue()
+    opening = ListSubscription.open
+
+    async def note(subscription: ListSubscription) -> None:
+        await opening(subscription)
+        opened.append(subscription)
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        got.put_nowait(number)
+
+    monkeypatch.setattr(ListSubscription, "open", note)
+    service = QueueService(Settings(type="redis", mode="list", url=redis_url))
+    service.register(handle)
+    async with service, asyncio.timeout(60):
+        await service.send(name, 1)
+        assert await got.get() == 1
+        await kill_blocked(raw, opened[0])
+        await service.send(name, 2)
+        assert await got.get() == 2
+    assert len(opened) == 2
+
+
+async def test_an_address_where_nobody_listens_is_unavailable() -> None:
+    backend = RedisListBackend("redis://127.0.0.1:1/0")
+    with pytest.raises(BackendUnavailable) as caught:
+        await backend.start()
+    assert isinstance(caught.value.cause, exceptions.ConnectionError)
+    with pytest.raises(BackendUnavailable, match="start the backend"):
+        await backend.ping()
+    await backend.aclose()
+
+
+async def test_a_server_that_says_nothing_is_unavailable_in_time() -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(mute, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    backend = RedisListBackend(ConnectionParameters(f"redis://127.0.0.1:{port}/0", timeout=0.2))
+    with pytest.raises(BackendUnavailable) as caught:
+        await backend.start()
+    assert caught.value.cause is not None
+    server.close()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (exceptions.ConnectionError("reset"), BackendUnavailable),
+        (exceptions.TimeoutError("slow"), BackendUnavailable),
+        (exceptions.AuthenticationError("WRONGPASS"), BackendUnavailable),
+        (exceptions.BusyLoadingError("LOADING"), BackendUnavailable),
+        (exceptions.ReadOnlyError("READONLY You can't write"), BackendUnavailable),
+        (exceptions.ResponseError("MISCONF Redis is configured to save"), BackendUnavailable),
+        (exceptions.ResponseError("UNBLOCKED force unblock"), BackendUnavailable),
+        (exceptions.OutOfMemoryError("command not allowed"), QueueFull),
+        (exceptions.ResponseError("OOM command not allowed"), QueueFull),
+        (exceptions.ResponseError("WRONGTYPE Operation against"), ConfigError),
+        (exceptions.NoPermissionError("this user has no permissions"), ConfigError),
+        (exceptions.ResponseError("ERR unknown command 'BLMOVE'"), ConfigError),
+        (exceptions.DataError("no"), QueueError),
+        (ConnectionResetError("reset"), BackendUnavailable),
+    ],
+)
+async def test_errors_of_the_driver_become_ours_with_their_cause(
+    error: Exception, kind: type[QueueError]
+) -> None:
+    with pytest.raises(QueueError) as caught:
+        with translate_errors("publish", "orders"):
+            raise error
+    assert type(caught.value) is kind
+    assert caught.value.cause is error
+    assert (caught.value.backend, caught.value.operation) == ("redis", "publish")
+    assert caught.value.queue == "orders"
+    assert type(to_queue_error(error, "ack")) is kind
+
+
+async def test_a_key_of_another_kind_is_refused(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await raw.set(name, "a string")
+    await backend.declare(QueueSpec(name=name))
+    with pytest.raises(ConfigError, match="no list"):
+        await backend.publish(name, [Envelope("a", b"x")])
+
+
+async def test_what_was_not_declared_is_not_found(backend: RedisListBackend, name: str) -> None:
+    for call in (
+        backend.publish(name, [Envelope("a", b"x")]),
+        backend.declare(QueueSpec(name=name, passive=True)),
+        backend.stats(name),
+        backend.peek(name, 1),
+        backend.purge(name),
+        backend.remove(name, ["a"]),
+        backend.delete(name),
+    ):
+        with pytest.raises(QueueNotFound):
+            await call
+    with pytest.raises(QueueNotFound):
+        async with backend.subscribe(spec(name)):
+            pass
+
+
+async def test_a_queue_is_no_topic(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.declare(QueueSpec(name=name, passive=True))
+    with pytest.raises(ConfigError, match="topic"):
+        await backend.declare(QueueSpec(name=name, broadcast=True))
+
+
+async def test_a_deleted_queue_leaves_nothing_and_ends_its_subscriptions(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    async with backend.subscribe(spec(name)) as subscription:
+        await backend.publish(name, [Envelope("a", b"x"), Envelope("b", b"x")])
+        await take(subscription)
+        await backend.delete(name)
+        with pytest.raises(SubscriptionLost, match="deleted"):
+            await take(subscription)
+    assert [key async for key in raw.scan_iter(f"*{name}*", count=1000)] == []
+    assert name not in await backend.queues()
+
+
+async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("a", b"x")])
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        await subscription.ack(delivery)
+        with pytest.raises(MessageNotFound):
+            await subscription.extend(delivery, 1.0)
+
+
+# Limits
+
+
+async def test_a_full_dead_letter_queue_tells_what_it_dropped(
+    backend: RedisListBackend, name: str
+) -> None:
+    dropped: list[DeadLetter] = []
+    backend.on_dropped_letter(dropped.append)
+    await backend.declare(QueueSpec(name=name, max_depth=2, drop_oldest=True))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abcd"])
+    assert [letter.message_id for letter in dropped] == ["a", "b"]
+    assert [envelope.id for envelope in await backend.peek(name, 10)] == ["c", "d"]
+
+
+async def test_remove_takes_the_oldest_of_one_id(backend: RedisListBackend, name: str) -> None:
+    await backend.declare(QueueSpec(name=name))
+    later = SystemClock().time() + 60
+    messages = [
+        Envelope("a", b"1"),
+        Envelope("b c", b"2"),
+        Envelope("a", b"3"),
+        Envelope("a", b"4"),
+    ]
+    await backend.publish(name, [*messages, Envelope("late", b"5", not_before=later)])
+    assert await backend.remove(name, ["a", "a", "b c", "late", "unknown"]) == 4
+    assert [envelope.body for envelope in await backend.peek(name, 10)] == [b"4"]
+
+
+def test_messages_go_together_up_to_a_number_and_a_size() -> None:
+    small = [Envelope(str(number), b"x") for number in range(1_201)]
+    assert [len(batch) for batch in codec.batches(small)] == [500, 500, 201]
+    large = [Envelope(str(number), bytes(3 * 2**20)) for number in range(5)]
+    assert [len(batch) for batch in codec.batches(large)] == [2, 2, 1]
+    huge = [Envelope("a", b"x"), Envelope("b", bytes(9 * 2**20)), Envelope("c", b"x")]
+    assert [len(batch) for batch in codec.batches(huge)] == [1, 1, 1]
+    assert list(codec.batches([])) == []
+
+
+async def test_replicas_that_are_not_there_are_refused_at_start(redis_url: str) -> None:
+    backend = RedisListBackend(redis_url, replicas=2)
+    with pytest.raises(ConfigError, match="replicas=2"):
+        await backend.start()
+
+
+async def test_a_send_without_its_replicas_is_ambiguous_and_the_message_stays(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    backend._publisher.replicas = 2
+    backend.connection.parameters.timeout = 0.2
+    with pytest.raises(SendTimeout, match="0 of 1 replicas"):
+        await backend.publish(name, [Envelope("a", b"x")])
+    assert (await backend.stats(name)).depth == 1
+
+
+async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, *(b"%d" % number for number in range(2_500)))
+    assert (await backend.stats(name)).depth == 2_500
+    got: list[int] = []
+    async with backend.subscribe(spec(name, prefetch=1_000)) as subscription:
+        while len(got) < 2_500:
+            found = await take(subscription, 1)
+            found += await subscription.receive(999) if len(got) < 2_499 else []
+            await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+            got += [int(delivery.envelope.body) for delivery in found]
+    assert got == list(range(2_500))
+
+
+# Opening
+
+
+def test_it_offers_the_whole_boundary() -> None:
+    backend = RedisListBackend("redis://localhost/")
+    for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
+        assert isinstance(backend, protocol)
+    assert len(lifecycle.SEND.sha) == 40
+
+
+def test_settings_choose_it() -> None:
+    settings = Settings(type="redis", mode="list", url="redis://localhost/")
+    assert isinstance(open_backend(settings, SystemClock()), RedisListBackend)
+
+
+def test_settings_choose_it_without_leases() -> None:
+    settings = Settings(type="redis", mode="list", reliable=False, url="redis://localhost/")
+    assert not open_backend(settings, SystemClock()).capabilities.lease
+
+
+@pytest.mark.parametrize("missing", ["redis", "hiredis"])
+def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    for module in [item for item in sys.modules if item.startswith("qkit.backends.redis")]:
+        monkeypatch.delitem(sys.modules, module)
+    for module in [item for item in sys.modules if item.partition(".")[0] == missing]:
+        monkeypatch.setitem(sys.modules, module, None)
+    settings = Settings(type="redis", mode="list", url="redis://localhost/")
+    with pytest.raises(ConfigError, match="install the extra 'redis'"):
+        open_backend(settings, SystemClock())
+
+
+@pytest.mark.parametrize(
+    "frame_", [b"qk1 %FF - 0 0 0 -\n\n1", b"qk1 a - 0 0 0 =k%FF\n\n1", b"qk1 %ED - 0 0 0 -\n\n1"]
+)
+async def test_a_name_that_is_no_text_holds_up_nothing(
+    backend: RedisListBackend, raw: Any, name: str, frame_: bytes
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, frame_)
+    await backend.publish(name, [Envelope("good", b"2")])
+    assert len(await backend.peek(name, 10)) == 2
+    async with backend.subscribe(spec(name)) as subscription:
+        found: list[Delivery] = []
+        async with asyncio.timeout(60):
+            while len(found) < 2:
+                found += await subscription.receive(10)
+        assert [delivery.envelope.body for delivery in found] == [b"1", b"2"]
+
+
+async def test_a_late_ack_never_removes_a_message_of_a_queue_that_was_made_again(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope("old", b"")])
+    async with asyncio.timeout(60), backend.subscribe(spec(name)) as one:
+        (old,) = await one.receive(1)
+        await backend.delete(name)
+        await backend.declare(QueueSpec(name=name))
+        await backend.publish(name, [Envelope("new", b"")])
+        async with backend.subscribe(spec(name)) as two:
+            (new,) = await two.receive(1)
+            with pytest.raises(QueueError):
+                await one.ack(old)
+            await two.release(new, 0.0)
+            (again,) = await two.receive(1)
+            assert again.envelope.id == "new"
+            await two.ack(again)

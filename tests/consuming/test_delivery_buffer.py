@@ -1,0 +1,229 @@
+"""The buffer: whose turn it is, lanes by key, batches, and taking deliveries back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from qkit.backend import Delivery
+from qkit.consuming.delivery_buffer import DeliveryBuffer
+from qkit.consuming.job import Job
+from qkit.message import Envelope
+
+
+def deliveries(*names: str) -> list[Delivery]:
+    """``a1`` is a message of the key ``a``; ``-1`` of no key."""
+    return [
+        Delivery(Envelope(name, b"", key=None if name[0] == "-" else name[0]), "queue", name)
+        for name in names
+    ]
+
+
+def names(jobs: list[Job]) -> list[str]:
+    return [job.delivery.envelope.id for job in jobs]
+
+
+def make(*, lanes: bool = False) -> DeliveryBuffer:
+    return DeliveryBuffer(lanes=lanes, on_empty=lambda: None)
+
+
+async def taken(buffer: DeliveryBuffer) -> list[Job]:
+    """What workers could take right now."""
+    found = []
+    while buffer.ready:
+        job = await buffer.next()
+        assert job is not None
+        found.append(job)
+    return found
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_deliveries_are_taken_in_order_and_held_until_finished():
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    first, second = await taken(buffer)
+    assert names([first, second]) == ["-1", "-2"]
+    buffer.finish(first)
+    assert buffer.held == {second}
+
+
+async def test_a_parked_worker_gets_the_next_delivery_and_none_when_closed():
+    buffer = make()
+    workers = [asyncio.create_task(buffer.next()) for _ in range(3)]
+    await settle()
+    buffer.add(deliveries("-1"))
+    await settle()
+    assert [worker.done() for worker in workers] == [True, False, False]
+    buffer.close()
+    assert await workers[1] is None
+    assert await workers[2] is None
+
+
+async def test_a_closed_intake_still_hands_out_what_is_ready():
+    buffer = make()
+    buffer.add(deliveries("-1"))
+    buffer.close()
+    assert await buffer.next() is not None
+    assert await buffer.next() is None
+
+
+async def test_a_wake_up_is_not_lost_when_the_woken_worker_is_cancelled():
+    buffer = make()
+    first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
+    await settle()
+    buffer.add(deliveries("-1"))
+    first.cancel()  # woken, but cancelled before it could run
+    job = await asyncio.wait_for(second, 30)
+    assert job is not None
+    assert names([job]) == ["-1"]
+
+
+async def test_a_worker_cancelled_while_it_waits_is_not_woken_instead_of_another():
+    buffer = make()
+    first, second = (asyncio.create_task(buffer.next()) for _ in range(2))
+    await settle()
+    first.cancel()
+    await settle()
+    buffer.add(deliveries("-1"))
+    assert await asyncio.wait_for(second, 30) is not None
+
+
+async def test_the_fetcher_hears_when_the_last_delivery_is_taken():
+    heard: list[int] = []
+    buffer = DeliveryBuffer(lanes=False, on_empty=lambda: heard.append(1))
+    buffer.add(deliveries("-1", "-2"))
+    await buffer.next()
+    assert heard == []
+    await buffer.next()
+    assert heard == [1]
+
+
+# -- lanes -------------------------------------------------------------------------------------
+
+
+async def test_one_delivery_of_a_key_is_offered_at_a_time():
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2", "b1", "-1", "-2", "a3"))
+    first = await taken(buffer)
+    assert names(first) == ["a1", "b1", "-1", "-2"]
+    buffer.finish(first[1])
+    assert await taken(buffer) == []
+    buffer.finish(first[0])
+    (second,) = await taken(buffer)
+    assert names([second]) == ["a2"]
+    buffer.finish(second)
+    (third,) = await taken(buffer)
+    buffer.finish(third)
+    buffer.add(deliveries("a4"))
+    assert names(await taken(buffer)) == ["a4"]
+
+
+async def test_without_lanes_a_key_means_nothing():
+    buffer = make()
+    buffer.add(deliveries("a1", "a2"))
+    jobs = await taken(buffer)
+    assert names(jobs) == ["a1", "a2"]
+    buffer.finish(jobs[0])
+    assert buffer.held == {jobs[1]}
+
+
+async def test_withdrawing_takes_all_that_has_not_started():
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2", "b1", "b2", "-1"))
+    started = await buffer.next()
+    assert started is not None
+    back = buffer.withdraw()
+    assert sorted(names(back)) == ["-1", "a2", "b1", "b2"]
+    assert len(buffer.held) == 5  # still held until each is released
+    assert not buffer.ready
+    for job in back:
+        buffer.finish(job)
+    assert buffer.held == {started}
+    assert await taken(buffer) == []
+
+
+async def test_a_lane_stays_closed_behind_a_running_delivery_when_others_are_withdrawn():
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2"))
+    running = await buffer.next()
+    assert running is not None
+    for job in buffer.withdraw():
+        buffer.finish(job)
+    buffer.add(deliveries("a2"))  # it comes again while a1 still runs
+    assert await taken(buffer) == []
+    buffer.finish(running)
+    assert names(await taken(buffer)) == ["a2"]
+
+
+async def test_withdrawn_deliveries_of_a_finished_lane_open_nothing():
+    buffer = make(lanes=True)
+    buffer.add(deliveries("a1", "a2"))
+    running = await buffer.next()
+    assert running is not None
+    (withdrawn,) = buffer.withdraw()
+    buffer.finish(running)
+    buffer.finish(withdrawn)
+    assert not buffer.ready
+    assert buffer.held == set()
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+async def test_a_full_batch_does_not_wait(clock):
+    buffer = make()
+    buffer.add(deliveries("-1", "-2", "-3"))
+    before = clock.monotonic()
+    assert names(await buffer.next_batch(2, 5.0)) == ["-1", "-2"]
+    assert clock.monotonic() == before
+
+
+async def test_a_batch_waits_from_its_first_delivery_on(clock):
+    buffer = make()
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
+    await clock.advance(100)
+    start = clock.monotonic()
+    buffer.add(deliveries("-1"))
+    await clock.advance(4)
+    buffer.add(deliveries("-2"))
+    assert names(await gathering) == ["-1", "-2"]
+    assert clock.monotonic() - start == 5.0
+
+
+async def test_a_batch_that_may_not_wait_is_what_is_there():
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    assert names(await buffer.next_batch(10, 0)) == ["-1", "-2"]
+
+
+async def test_closing_ends_the_wait_of_a_batch(clock):
+    buffer = make()
+    buffer.add(deliveries("-1"))
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
+    await settle()
+    before = clock.monotonic()
+    buffer.close()
+    assert names(await gathering) == ["-1"]
+    assert clock.monotonic() == before
+    assert await buffer.next_batch(10, 5.0) == []
+
+
+async def test_a_batch_that_gathers_can_be_withdrawn_and_begins_anew(clock):
+    buffer = make()
+    buffer.add(deliveries("-1", "-2"))
+    gathering = asyncio.create_task(buffer.next_batch(10, 5.0))
+    other = asyncio.create_task(buffer.next_batch(10, 5.0))
+    await settle()
+    back = buffer.withdraw()
+    assert names(back) == ["-1", "-2"]
+    await clock.advance(10)
+    assert not gathering.done()
+    assert not other.done()
+    buffer.add(deliveries("-3", "-4"))
+    done, _ = await asyncio.wait({gathering, other}, timeout=20)
+    assert sorted(name for task in done for name in names(task.result())) == ["-3", "-4"]
+    buffer.close()
+    await asyncio.wait({gathering, other})

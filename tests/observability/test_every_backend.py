@@ -1,0 +1,196 @@
+"""A message is one trace from its sender to its handler, and is measured, on every backend."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+
+from qkit import Message, QueueService, Reject, Settings, consume
+from tests.support.everywhere import BACKENDS, NAMES
+from tests.support.web import buried, eventually
+
+
+@pytest.fixture(params=NAMES)
+def opened(request: pytest.FixtureRequest) -> tuple[str, Settings]:
+    system, settings = BACKENDS[request.param]
+    return system, settings(request.getfixturevalue)
+
+
+@pytest.fixture
+def channel() -> str:
+    return f"orders-{uuid.uuid4().hex[:8]}"  # brokers are shared between tests
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """A provider for this test alone: OpenTelemetry lets a process set one only once."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[reader])
+    monkeypatch.setattr(metrics._internal, "_METER_PROVIDER", provider)
+    yield reader
+    provider.shutdown()
+
+
+def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
+    (found,) = [span for span in exporter.get_finished_spans() if span.name == name]
+    return found
+
+
+async def test_a_consumer_span_continues_and_links_to_its_producers(
+    opened: tuple[str, Settings], channel: str, spans: InMemorySpanExporter
+) -> None:
+    system, settings = opened
+    done = asyncio.Event()
+    seen: list[Message] = []
+
+    @consume(channel)
+    async def handle(body: int, message: Message) -> None:
+        seen.append(message)
+        done.set()
+
+    service = QueueService(settings)
+    service.register(handle)
+    async with service:
+        with trace.get_tracer("app").start_as_current_span("request") as request:
+            sent = await service.send(channel, 1)
+        async with asyncio.timeout(60):
+            await done.wait()
+    producer, consumer = only(spans, f"send {channel}"), only(spans, f"process {channel}")
+    assert (producer.kind, consumer.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
+    assert producer.context is not None
+    assert consumer.context is not None
+    assert consumer.parent is not None
+    # One trace: the request, the send, the handler; the handler's span hangs on the send's.
+    whole = request.get_span_context().trace_id
+    assert {producer.context.trace_id, consumer.context.trace_id} == {whole}
+    assert consumer.parent.span_id == producer.context.span_id
+    assert [link.context.span_id for link in consumer.links] == [producer.context.span_id]
+    assert seen[0].trace_id == f"{whole:032x}"
+    for span in (producer, consumer):
+        attributes = dict(span.attributes or {})
+        assert attributes["messaging.system"] == system
+        assert attributes["messaging.destination.name"] == channel
+        assert attributes["messaging.message.id"] == sent.message_id
+
+
+async def test_a_dead_letter_keeps_its_trace_and_its_replay_goes_on_with_it(
+    opened: tuple[str, Settings], channel: str, spans: InMemorySpanExporter
+) -> None:
+    _, settings = opened
+    mended = False
+    done = asyncio.Event()
+
+    @consume(channel)
+    async def handle(body: int) -> None:
+        if not mended:
+            raise Reject("negative total")
+        done.set()
+
+    service = QueueService(settings)
+    service.register(handle)
+    async with service:
+        await service.send(channel, 1)
+        await buried(service, channel, 1)
+        (letter,) = await service.dead_letters(channel).list()
+        mended = True
+        await service.dead_letters(channel).replay()
+        async with asyncio.timeout(60):
+            await done.wait()
+    handled = [span for span in spans.get_finished_spans() if span.name == f"process {channel}"]
+    assert len(handled) == 2
+    traces = {span.context.trace_id for span in handled if span.context is not None}
+    assert {f"{number:032x}" for number in traces} == {letter.trace_id}
+
+
+def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
+    data = reader.get_metrics_data()
+    assert data is not None
+    return {
+        metric.name: list(metric.data.data_points)
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+
+
+async def test_sends_and_handler_calls_are_counted_and_timed(
+    opened: tuple[str, Settings], channel: str, reader: InMemoryMetricReader
+) -> None:
+    system, settings = opened
+    handled: list[int] = []
+
+    @consume(channel)
+    async def handle(number: int) -> None:
+        if number < 0:
+            raise Reject("negative total")
+        handled.append(number)
+
+    service = QueueService(settings)
+    service.register(handle)
+    async with service:
+        await service.send_many(channel, [1, 2])
+        await service.send(channel, -1)
+        await buried(service, channel, 1)
+
+        async def all_handled() -> bool:
+            return len(handled) == 2
+
+        await eventually(all_handled)
+        found = points(reader)
+    (sent,) = found["messaging.client.sent.messages"]
+    assert sent.value == 3
+    assert sent.attributes["messaging.system"] == system
+    assert sent.attributes["messaging.destination.name"] == channel
+    consumed = {
+        point.attributes.get("error.type"): point.value
+        for point in found["messaging.client.consumed.messages"]
+    }
+    assert consumed == {None: 2, "Reject": 1}
+    (duration,) = found["messaging.client.operation.duration"]
+    assert duration.count == 2  # of sends, of one message or several
+    assert duration.sum > 0
+    assert sum(point.count for point in found["messaging.process.duration"]) == 3
+    assert "messaging.message.id" not in duration.attributes  # one series for each message
+    (failed,) = found["qkit.messages.failed"]
+    assert failed.value == 1
+    assert [point.value for point in found["qkit.messages.dead_lettered"]] == [1]
+    assert [point.value for point in found["qkit.messages.retried"]] == [0]
+
+
+async def test_a_send_that_fails_is_measured_with_its_error(
+    tmp_path: Path, reader: InMemoryMetricReader
+) -> None:
+    from qkit import QueueFull
+
+    service = QueueService(Settings(type="native", max_depth=1))
+    async with service:
+        await service.send("orders", 1)
+        with pytest.raises(QueueFull):
+            await service.send("orders", 2)
+        found = points(reader)
+    errors = [
+        point.attributes.get("error.type") for point in found["messaging.client.sent.messages"]
+    ]
+    assert sorted(map(str, errors)) == ["None", "QueueFull"]
