@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from qkit._internal.clock import Clock
 from qkit.backend import Delivery, SubscriptionSpec
-from qkit.errors import AckDeadlineExceeded, MessageNotFound, StorageError, SubscriptionLost
+from qkit.errors import AckDeadlineExceeded, StorageError, SubscriptionLost
 from qkit.native.queue.actor import QueueActor, envelope_of
 from qkit.native.queue.consumers import Consumer
 from qkit.native.queue.stored_message import StoredMessage
@@ -128,7 +128,7 @@ class NativeSubscription:
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message."""
-        token = _token(delivery)
+        token = delivery.receipt_of(int, "native", "ack")
         try:
             self._actor.ack(token)
         except AckDeadlineExceeded as error:
@@ -141,7 +141,7 @@ class NativeSubscription:
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
         """Give the message back with the envelope's headers, after ``delay`` seconds."""
-        token = _token(delivery)
+        token = delivery.receipt_of(int, "native", "release")
         headers = dict(delivery.envelope.headers)
         try:
             self._actor.release(token, delay, count_attempt=count_attempt, headers=headers)
@@ -153,7 +153,7 @@ class NativeSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        token = _token(delivery)
+        token = delivery.receipt_of(int, "native", "extend")
         try:
             self._actor.extend(token, seconds)
         except AckDeadlineExceeded as error:
@@ -201,17 +201,6 @@ class NativeSubscription:
         for waiter in self._blocked:
             if not waiter.done():
                 waiter.set_result(None)
-
-
-def _token(delivery: Delivery) -> int:
-    if not isinstance(delivery.receipt, int):
-        raise MessageNotFound(
-            "this delivery was settled before: settle each one once",
-            backend="native",
-            queue=delivery.queue,
-            message_id=delivery.envelope.id,
-        )
-    return delivery.receipt
 
 
 def _or(value: _T | None, default: _T) -> _T:

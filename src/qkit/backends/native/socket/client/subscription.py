@@ -151,7 +151,7 @@ class SocketSubscription:
             self._asked = 0
         for delivery in deliveries:
             if delivery.lease is not None:
-                self._leases[_receipt(delivery)] = delivery.lease
+                self._leases[delivery.receipt_of(int, "native", "receive")] = delivery.lease
         if deliveries and self._lease_renewal is not None:
             self._lease_renewal.wake()
         self._arrived.extend(deliveries)
@@ -207,16 +207,12 @@ class SocketSubscription:
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message."""
-        item = protocol.SettleItem(protocol.ACK, _receipt(delivery), 0.0, False, {})
-        await self._settle(item, delivery)
+        await self._settle(_ack(delivery), delivery)
         delivery.receipt = None
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
-        answers = [
-            self._begin(protocol.SettleItem(protocol.ACK, _receipt(delivery), 0.0, False, {}))
-            for delivery in deliveries
-        ]
+        answers = [self._begin(_ack(delivery)) for delivery in deliveries]
         await asyncio.wait(answers)
         results: list[QueueError | None] = []
         for delivery, answer in zip(deliveries, answers, strict=True):
@@ -237,7 +233,8 @@ class SocketSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        item = protocol.SettleItem(protocol.EXTEND, _receipt(delivery), seconds, False, {})
+        receipt = delivery.receipt_of(int, "native", "extend")
+        item = protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
         await self._settle(item, delivery)
 
     async def _settle(self, item: protocol.SettleItem, delivery: Delivery) -> None:
@@ -283,20 +280,15 @@ class SocketSubscription:
             answered(error)
 
 
-def _receipt(delivery: Delivery) -> int:
-    if not isinstance(delivery.receipt, int):
-        raise MessageNotFound(
-            "this delivery was settled before: settle each one once",
-            backend="native",
-            queue=delivery.queue,
-            message_id=delivery.envelope.id,
-        )
-    return delivery.receipt
+def _ack(delivery: Delivery) -> protocol.SettleItem:
+    receipt = delivery.receipt_of(int, "native", "ack")
+    return protocol.SettleItem(protocol.ACK, receipt, 0.0, False, {})
 
 
 def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.SettleItem:
     headers = dict(delivery.envelope.headers)
-    return protocol.SettleItem(protocol.RELEASE, _receipt(delivery), delay, count_attempt, headers)
+    receipt = delivery.receipt_of(int, "native", "release")
+    return protocol.SettleItem(protocol.RELEASE, receipt, delay, count_attempt, headers)
 
 
 def _about(error: QueueError, delivery: Delivery) -> QueueError:
