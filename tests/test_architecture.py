@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -65,6 +66,8 @@ OWNERS = {
     "qkit._internal.retry": {"tenacity"},
 }
 MAX_MODULES = 9  # beside packages in src/qkit
+MAX_FUNCTION_LINES = 60
+MIN_COPIED_STATEMENTS = 8
 
 
 def name_of(path: Path) -> str:
@@ -169,6 +172,30 @@ def test_each_third_party_library_stays_in_its_package(module: str) -> None:
 def test_the_top_level_is_short() -> None:
     modules = [path.name for path in SRC.glob("*.py")]
     assert len(modules) <= MAX_MODULES, modules
+
+
+def functions(module: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+@every_module
+def test_no_function_is_longer_than_a_screen(module: str) -> None:
+    for function in functions(module):
+        lines = (function.end_lineno or 0) - function.lineno + 1
+        assert lines <= MAX_FUNCTION_LINES, f"{module}.{function.name} has {lines} lines"
+
+
+def test_no_long_function_body_stands_twice() -> None:
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in MODULES:
+        for function in functions(module):
+            body = function.body[1:] if ast.get_docstring(function) else function.body
+            statements = sum(isinstance(node, ast.stmt) for top in body for node in ast.walk(top))
+            if statements >= MIN_COPIED_STATEMENTS:
+                found["\n".join(map(ast.dump, body))].append(f"{module}.{function.name}")
+    assert [names for names in found.values() if len(names) > 1] == []
 
 
 def test_each_package_says_what_it_is_for() -> None:

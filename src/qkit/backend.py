@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from qkit.errors import MessageNotFound, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
@@ -21,6 +21,7 @@ __all__ = [
     "Backend",
     "Balance",
     "Capabilities",
+    "ConsumerBalancing",
     "DeadLetterSource",
     "Delivery",
     "DroppedLetterSource",
@@ -40,6 +41,8 @@ T = TypeVar("T")
 
 Balance = Literal["round_robin", "least_busy", "random"]
 """Which of several waiting consumers gets a message: who waited longest, who holds least, any."""
+
+BALANCES: frozenset[Balance] = frozenset(get_args(Balance))
 
 
 class Support(StrEnum):
@@ -243,6 +246,19 @@ class AckMany(Protocol):
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Acknowledge all of them; an error in the place of each that could not be."""
+        ...
+
+
+@runtime_checkable
+class ConsumerBalancing(Protocol):
+    """A backend that chooses among waiting consumers by ``QueueSpec.balance``.
+
+    Without it, consumers of a queue take turns, as on any broker.
+    """
+
+    @property
+    def balances(self) -> frozenset[Balance]:
+        """The values of ``QueueSpec.balance`` that it follows."""
         ...
 
 

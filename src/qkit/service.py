@@ -140,11 +140,10 @@ class QueueService:
         )
         self._routes = RouteTable(
             self.settings,
-            backend.capabilities,
+            backend,
             self._registry,
             self._counters,
             self._middleware,
-            backend.name,
         )
         self._producer = Producer(
             guarded,

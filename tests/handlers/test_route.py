@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from qkit import Channel, Message, RetrySettings, Settings, consume
-from qkit.backend import Capabilities, QueueSpec, Support
+from qkit.backend import BALANCES, Capabilities, QueueSpec, Support
 from qkit.errors import ConfigError, InvalidBody, Unsupported
 from qkit.handlers.channel import CallNext
 from qkit.handlers.registry import Handler, Registry
@@ -26,6 +26,17 @@ async def passing(message: Message, call_next: CallNext) -> object:
     return await call_next(message)
 
 
+class Described(ScriptedBackend):
+    """A backend that says of itself what a test wants."""
+
+    def __init__(self, name: str, capabilities: Capabilities) -> None:
+        super().__init__()
+        self.name = name
+        self.capabilities = capabilities
+        if name == "native":
+            self.balances = BALANCES
+
+
 def routes(
     capabilities: Capabilities | None = None,
     *,
@@ -35,11 +46,9 @@ def routes(
 ) -> RouteTable:
     return RouteTable(
         Settings(**{"type": "native", **settings}),
-        can() if capabilities is None else capabilities,
+        Described(backend, can() if capabilities is None else capabilities),
         registry or Registry(),
         Counters(),
-        [],
-        backend,
     )
 
 

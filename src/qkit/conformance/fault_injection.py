@@ -6,7 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
-from qkit.backend import Backend, Delivery, QueueSpec, Subscription, SubscriptionSpec
+from qkit.backend import (
+    Backend,
+    Balance,
+    ConsumerBalancing,
+    Delivery,
+    QueueSpec,
+    Subscription,
+    SubscriptionSpec,
+)
 from qkit.errors import SubscriptionLost
 from qkit.message import Envelope, Sent
 
@@ -33,6 +41,9 @@ class FaultInjectingBackend:
     def __init__(self, inner: Backend) -> None:
         self.inner = inner
         self.name = inner.name
+        self.balances: frozenset[Balance] = (
+            inner.balances if isinstance(inner, ConsumerBalancing) else frozenset()
+        )
         self.capabilities = inner.capabilities
         self._live: set[_Subscription] = set()
         for name in _OPTIONAL:  # on the instance, so that a runtime protocol sees what is there

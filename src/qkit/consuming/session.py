@@ -361,26 +361,28 @@ class Session:
                     self._drop_lost(job)
             if not jobs:
                 continue
-            for job in jobs:
-                job.task = task
-            self._counters.in_flight += len(jobs)
-            try:
-                outcomes = await self._executor.run_batch(jobs)
-            except asyncio.CancelledError:
-                if not any(job.stopped for job in jobs):
-                    raise
-                outcomes = [ABANDON for _ in jobs]
-            finally:
-                for job in jobs:
-                    job.task = None
-                self._counters.in_flight -= len(jobs)
-            for job, outcome in zip(jobs, outcomes, strict=True):
+            for job, outcome in zip(jobs, await self._run_batch(task, jobs), strict=True):
                 await self._settle_outcome(task, job, outcome)
             for job in jobs:  # an inline retry of some of them has a thread of its own
                 if job.thread is not None:
                     await self._wait_for_thread(job.thread)
             if contextvars.copy_context() != context:
                 return
+
+    async def _run_batch(self, task: asyncio.Task[None], jobs: list[Job]) -> list[Outcome]:
+        for job in jobs:
+            job.task = task
+        self._counters.in_flight += len(jobs)
+        try:
+            return await self._executor.run_batch(jobs)
+        except asyncio.CancelledError:
+            if not any(job.stopped for job in jobs):
+                raise
+            return [ABANDON for _ in jobs]
+        finally:
+            for job in jobs:
+                job.task = None
+            self._counters.in_flight -= len(jobs)
 
     async def _settle_outcome(self, task: asyncio.Task[None], job: Job, outcome: Outcome) -> None:
         """Settle, out of reach of any cancellation that was meant for the handler."""

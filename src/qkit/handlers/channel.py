@@ -125,56 +125,68 @@ class Channel(Generic[T]):
 
 
 def _checked(name: str, given: ChannelOptions) -> ChannelOptions:
-    """The options with lists made tuples, so that they compare; or ``ConfigError``."""
-
-    def refuse(option: str, why: str) -> ConfigError:
-        return ConfigError(f"channel {name!r}: {option}: {why}")
-
+    """Return the options with lists made tuples, so that they compare; or raise ``ConfigError``."""
     checked: dict[str, object] = {}
     for option, value in cast("dict[str, object]", given).items():
-        if option not in ChannelOptions.__annotations__:
-            near = difflib.get_close_matches(
-                option, [*ChannelOptions.__annotations__, *_CONSUME_OPTIONS], 1
-            )
-            known = f"did you mean {near[0]!r}?" if near else "see ChannelOptions for what there is"
-            raise refuse(option, f"no such option; {known}")
-        if option in _RANGES:
-            low, high = _RANGES[option]
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise refuse(option, f"a number, not {type(value).__name__}")
-            if option in _INTEGER_OPTIONS and not isinstance(value, int):
-                raise refuse(option, f"a whole number, not {value!r}")
-            if not low <= value <= high:
-                upper = f" and at most {high:g}" if high < float("inf") else ""
-                raise refuse(option, f"{value!r} must be at least {low:g}{upper}")
-        elif option in _FLAGS and not isinstance(value, bool):
-            raise refuse(option, f"True or False, not {type(value).__name__}")
-        elif option == "balance" and value not in get_args(Balance):
-            raise refuse(option, f"one of {', '.join(get_args(Balance))}, not {value!r}")
-        elif option == "retry" and not isinstance(value, RetrySettings):
-            raise refuse(option, f"a RetrySettings(…), not {type(value).__name__}")
-        elif option in _LISTS:
-            if isinstance(value, type) or not isinstance(value, Sequence):
-                raise refuse(option, f"a list, not {value!r}")
-            value = tuple(cast("Sequence[object]", value))
-            for item in value:
-                if option == "middleware":
-                    if not callable(item):
-                        raise refuse(option, f"{item!r} is no async function(message, call_next)")
-                elif not (isinstance(item, type) and issubclass(item, Exception)):
-                    raise refuse(option, f"{item!r} is not an exception class")
-        checked[option] = value
+        problem = _problem(option, value)
+        if problem is not None:
+            raise ConfigError(f"channel {name!r}: {option}: {problem}")
+        checked[option] = tuple(cast("Sequence[object]", value)) if option in _LISTS else value
     result = cast("ChannelOptions", checked)
     retry = result.get("retry")
     # Only an explicit contradiction is refused; by default an ordered channel retries inline.
     explicit = retry is not None and "mode" in retry.model_fields_set
     if result.get("ordered") and explicit and retry and retry.mode == "release":
-        raise refuse(
-            "ordered",
-            "retries happen inline, because a message that waits in the broker lets its "
-            "successors overtake; drop retry.mode or ordered",
+        raise ConfigError(
+            f"channel {name!r}: ordered: retries happen inline, because a message that waits in "
+            "the broker lets its successors overtake; drop retry.mode or ordered"
         )
     return result
+
+
+def _problem(option: str, value: object) -> str | None:
+    """Return what is wrong with an option, if anything."""
+    if option not in ChannelOptions.__annotations__:
+        near = difflib.get_close_matches(
+            option, [*ChannelOptions.__annotations__, *_CONSUME_OPTIONS], 1
+        )
+        known = f"did you mean {near[0]!r}?" if near else "see ChannelOptions for what there is"
+        return f"no such option; {known}"
+    if option in _RANGES:
+        return _range_problem(option, value)
+    if option in _LISTS:
+        return _list_problem(option, value)
+    if option in _FLAGS and not isinstance(value, bool):
+        return f"True or False, not {type(value).__name__}"
+    if option == "balance" and value not in get_args(Balance):
+        return f"one of {', '.join(get_args(Balance))}, not {value!r}"
+    if option == "retry" and not isinstance(value, RetrySettings):
+        return f"a RetrySettings(…), not {type(value).__name__}"
+    return None
+
+
+def _range_problem(option: str, value: object) -> str | None:
+    low, high = _RANGES[option]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"a number, not {type(value).__name__}"
+    if option in _INTEGER_OPTIONS and not isinstance(value, int):
+        return f"a whole number, not {value!r}"
+    if not low <= value <= high:
+        upper = f" and at most {high:g}" if high < float("inf") else ""
+        return f"{value!r} must be at least {low:g}{upper}"
+    return None
+
+
+def _list_problem(option: str, value: object) -> str | None:
+    if isinstance(value, type) or not isinstance(value, Sequence):
+        return f"a list, not {value!r}"
+    for item in cast("Sequence[object]", value):
+        if option == "middleware":
+            if not callable(item):
+                return f"{item!r} is no async function(message, call_next)"
+        elif not (isinstance(item, type) and issubclass(item, Exception)):
+            return f"{item!r} is not an exception class"
+    return None
 
 
 def name_of(channel: Channel[T] | str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from qkit._internal.retry import Backoff
-from qkit.backend import Capabilities, QueueSpec
+from qkit.backend import Backend, ConsumerBalancing, QueueSpec
 from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel, Middleware
@@ -35,10 +35,6 @@ _REQUIRED_CAPABILITY = {
     "ttl": ("ttl", "leave ttl out"),
     "dead_letter": ("dead_letters", "set dead_letter=False"),
 }
-
-# Backends that choose among waiting consumers themselves: any broker lets them take turns. Not a
-# capability, because every backend balances; only the native engine can do it in another way.
-_BALANCING = frozenset({"native"})
 
 
 @dataclass(slots=True)
@@ -73,18 +69,18 @@ class RouteTable:
     def __init__(
         self,
         settings: Settings,
-        capabilities: Capabilities,
+        backend: Backend,
         registry: Registry,
         counters: Counters,
-        middleware: Sequence[Middleware],
-        backend: str,
+        middleware: Sequence[Middleware] = (),
     ) -> None:
         self._settings = settings
-        self._can = capabilities
+        self._can = backend.capabilities
+        self._balances = backend.balances if isinstance(backend, ConsumerBalancing) else frozenset()
         self._registry = registry
         self._counters = counters
         self._middleware = tuple(middleware)
-        self._backend = backend
+        self._backend = backend.name
         self._routes: dict[str, Route] = {}
         self.queues: dict[str, Route] = {}
         """RouteTable that ``send`` takes, by channel: those built so far."""
@@ -176,7 +172,7 @@ class RouteTable:
             if options.get(option) and not self._can.supports(capability):
                 raise self._unsupported(name, option, advice)
         balance = options.get("balance")
-        if balance not in (None, "round_robin") and self._backend not in _BALANCING:
+        if balance not in (None, "round_robin") and balance not in self._balances:
             raise self._unsupported(
                 name, f"balance={balance!r}", "leave balance out: its consumers take turns"
             )

@@ -43,9 +43,7 @@ class TaskSender:
         self._timeout = settings.send_timeout
         self._runner: asyncio.Runner | None = None
         self._backend = backend = open_backend(settings, clock)
-        self._routes = RouteTable(
-            settings, backend.capabilities, registry, counters, (), backend.name
-        )
+        self._routes = RouteTable(settings, backend, registry, counters)
         guarded = GuardedBackend(
             backend,
             breaker=CircuitBreaker(

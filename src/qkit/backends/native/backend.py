@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
 from qkit._internal.clock import Clock
-from qkit.backend import Capabilities, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backend import BALANCES, Capabilities, QueueSpec, QueueStats, SubscriptionSpec
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.subscription import NativeSubscription
 from qkit.errors import BackendUnavailable, ConfigError, PartialSend, QueueError
@@ -40,6 +40,7 @@ class NativeBackend:
     """
 
     name: str = "native"
+    balances = BALANCES
     capabilities: Capabilities = MATRIX["native-memory"]
 
     def __init__(

@@ -14,7 +14,14 @@ from typing import Final, TypeAlias
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit.backend import Capabilities, QueueSpec, QueueStats, Subscription, SubscriptionSpec
+from qkit.backend import (
+    BALANCES,
+    Capabilities,
+    QueueSpec,
+    QueueStats,
+    Subscription,
+    SubscriptionSpec,
+)
 from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
@@ -63,6 +70,7 @@ class SharedDirectoryBackend:
     """
 
     name: str = "native"
+    balances = BALANCES
 
     def __init__(
         self,

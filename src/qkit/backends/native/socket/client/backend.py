@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.logging import logger
 from qkit.backend import (
+    BALANCES,
     Capabilities,
     QueueSpec,
     QueueStats,
@@ -40,6 +41,7 @@ class SocketBackend:
     """
 
     name: str = "native"
+    balances = BALANCES
 
     def __init__(
         self,
