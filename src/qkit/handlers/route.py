@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from qkit._internal.retry import Backoff
-from qkit.backend import Backend, ConsumerBalancing, QueueSpec
+from qkit.backend import Backend, Balance, ConsumerBalancing, QueueSpec
 from qkit.codec.codec import Codec
 from qkit.errors import ConfigError, Unsupported
 from qkit.handlers.channel import Channel, Middleware
@@ -76,7 +76,9 @@ class RouteTable:
     ) -> None:
         self._settings = settings
         self._can = backend.capabilities
-        self._balances = backend.balances if isinstance(backend, ConsumerBalancing) else frozenset()
+        self._balances: frozenset[Balance] = (
+            backend.balances if isinstance(backend, ConsumerBalancing) else frozenset()
+        )
         self._registry = registry
         self._counters = counters
         self._middleware = tuple(middleware)
