@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | Non
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the suite in the background has it ignore Ctrl-C, and so would every
+    # process that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # A busy machine may be slow, which is no failure of an example.
     hypothesis.settings.register_profile(
         "qkit", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

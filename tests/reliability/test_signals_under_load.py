@@ -56,6 +56,7 @@ async def signal_under_load(site: Site, rounds: int, seed: int) -> None:
         await loading
         await eventually(lambda: sum(len(item.of("end")) for item in workers) >= len(sent))
         await asyncio.sleep(0.3)  # for one that should not come
+        await worker.said("ready")  # the others may have handled everything before
         worker.signal(signal.SIGTERM)
         assert await worker.ended() == 0
     done = Counter(number for item in workers for number in item.numbers("end"))

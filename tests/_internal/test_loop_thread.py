@@ -233,7 +233,8 @@ def test_an_interrupt_cancels_the_call_and_the_loop_goes_on() -> None:
         "    except KeyboardInterrupt:\n"
         "        print(loop.call(lambda: asyncio.sleep(0, 'goes on')))\n"
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cancelled\ngoes on\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["cancelled", "goes on"]  # from two threads
 
 
 def test_an_interrupt_during_close_leaves_nothing_to_do_but_close_again() -> None:
