@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 __all__ = ["Coalescer"]
@@ -74,8 +73,7 @@ class Coalescer(Generic[T]):
         task = self._task
         if task is not None:
             task.cancel()
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
+            await asyncio.wait([task])
         left = self.pending()
         self._waiting.clear()
         return left

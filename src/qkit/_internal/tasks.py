@@ -8,7 +8,7 @@ from typing import Any, Final, TypeVar
 
 from qkit._internal.logging import logger
 
-__all__ = ["cancel_and_wait", "run_to_completion"]
+__all__ = ["cancel_and_wait", "retrieve_exception", "run_to_completion"]
 
 T = TypeVar("T")
 
@@ -39,3 +39,9 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.warning("it failed after it was cancelled: %r", error)
         raise
+
+
+def retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Mark an exception as seen, as a done callback: those that waited for it may be gone."""
+    if not future.cancelled():
+        future.exception()

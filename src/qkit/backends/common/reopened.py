@@ -7,7 +7,7 @@ import copy
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from qkit._internal.tasks import cancel_and_wait
+from qkit._internal.tasks import cancel_and_wait, retrieve_exception
 from qkit.errors import BackendUnavailable, QueueError
 
 __all__ = ["Reopened"]
@@ -65,7 +65,7 @@ class Reopened(Generic[T]):
                 self._making = asyncio.create_task(
                     self._run(), name=f"qkit {self._backend} connect"
                 )
-                self._making.add_done_callback(_retrieve)
+                self._making.add_done_callback(retrieve_exception)
             making = self._making
             await asyncio.wait({making})
             if making.cancelled() or not self.is_open:
@@ -100,9 +100,3 @@ class Reopened(Generic[T]):
 
     def _unavailable(self, text: str) -> BackendUnavailable:
         return BackendUnavailable(text, backend=self._backend, operation="connect")
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    """Mark an error as seen: all callers may have been cancelled."""
-    if not task.cancelled():
-        task.exception()

@@ -18,6 +18,7 @@ import aiormq
 from aiormq import Channel
 from yarl import URL
 
+from qkit._internal.tasks import retrieve_exception
 from qkit.backends.common.reopened import Reopened
 from qkit.backends.common.tls import client_context
 from qkit.backends.rabbitmq.codec import FRAME
@@ -198,7 +199,7 @@ class ReconnectingConnection:
     def _probing(self) -> asyncio.Task[None]:
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._ask(), name=f"qkit {self._purpose} ping")
-            self._probe.add_done_callback(_retrieve)
+            self._probe.add_done_callback(retrieve_exception)
         return self._probe
 
     async def _ask(self) -> None:
@@ -214,7 +215,7 @@ class ReconnectingConnection:
                         break
             finally:
                 answer.cancel()
-                answer.add_done_callback(_retrieve)
+                answer.add_done_callback(retrieve_exception)
             connection = self._shared.value
             if connection is None or not is_blocked(connection):
                 self._abort()
@@ -252,8 +253,3 @@ def _close_soon(channel: Channel) -> None:
     task = asyncio.create_task(close(channel), name="qkit rabbitmq close")
     _closing.add(task)
     task.add_done_callback(_closing.discard)
-
-
-def _retrieve(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -16,6 +16,7 @@ from redis.asyncio.connection import AbstractConnection
 
 from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
+from qkit._internal.tasks import retrieve_exception
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ConnectionParameters
@@ -61,7 +62,7 @@ class SubscriberConnection(PipelinedConnection):
 
     def _ask(self) -> None:
         if self._reading and self._silent and not self._waiting:
-            self.call("PING").add_done_callback(_heard)
+            self.call("PING").add_done_callback(retrieve_exception)
         self._silent = True
         self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._ask)
 
@@ -240,9 +241,3 @@ class PubSubSubscription:
                 self._dropped,
                 extra={"queue": self._channel, "consumer": self._group},
             )
-
-
-def _heard(answer: asyncio.Future[Reply]) -> None:
-    """Whether it came is what counts, and the connection knows that."""
-    if not answer.cancelled():
-        answer.exception()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from qkit._internal.tasks import retrieve_exception
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.connection import ClientConnection
@@ -190,7 +191,7 @@ class SocketSubscription:
         self._return_timer = None
         for delivery in self._hand_out(len(self._arrived)):
             item = _release(delivery, 0.0, count_attempt=False)
-            self._begin(item).add_done_callback(_retrieve)
+            self._begin(item).add_done_callback(retrieve_exception)
 
     async def stop(self) -> None:
         """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
@@ -311,11 +312,6 @@ def _is_over(item: protocol.SettleItem, error: QueueError | None) -> bool:
     if error is None:
         return item.what != protocol.EXTEND
     return isinstance(error, AckDeadlineExceeded | MessageNotFound)
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()  # what could not be given back comes again when its lease ends
 
 
 def _ignore(answer: bytes | QueueError) -> None:
