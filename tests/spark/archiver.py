@@ -15,7 +15,7 @@ from tests.spark.conftest import session
 
 
 def main(options: dict[str, str], checkpoint: str, target: str, everything: bool) -> None:
-    spark = session("local[2]")
+    spark = session("local[2,4]")  # a task is tried four times, as on a cluster
     stream = spark.readStream.format("qkit").options(**options).load()
     writer = stream.selectExpr("cast(value as string) as value").writeStream.option(
         "checkpointLocation", checkpoint

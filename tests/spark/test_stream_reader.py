@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 import pytest
@@ -171,7 +171,7 @@ def test_a_killed_driver_loses_nothing(
         kill_when(lambda: any(output.glob("*.parquet")), arguments)
         assert len(archived(output)) < 500, "in the middle of its stream"
         service.send_many(options["channel"], range(500, 600))
-        assert start([*arguments, "all"]).wait(600) == 0
+        run_to_its_end([*arguments, "all"], tmp_path)
         found = archived(output)
         assert set(found) == set(range(600))
         if where in ("native", "kafka"):
@@ -194,7 +194,7 @@ def test_a_killed_driver_writes_each_row_once_to_native(
             return "copies" in service.queues() and service.stats("copies").depth > 0
 
         kill_when(some, arguments)
-        assert start([*arguments, "all"]).wait(600) == 0
+        run_to_its_end([*arguments, "all"], tmp_path)
         deadline = time.monotonic() + 300
         while service.stats("copies").depth < 500:  # bulk files are taken in within a second
             assert time.monotonic() < deadline
@@ -219,15 +219,25 @@ def kill_when(condition: Callable[[], bool], arguments: list[str]) -> None:
         process.wait()
 
 
-def start(arguments: list[str]) -> subprocess.Popen[bytes]:
+def run_to_its_end(arguments: list[str], directory: Path) -> None:
+    """Run a driver until it has read everything; a failure shows what it printed."""
+    log = directory / "driver.log"
+    with log.open("wb") as output:
+        status = start(arguments, output).wait(600)
+    assert status == 0, log.read_text(errors="replace")[-8_000:]
+
+
+def start(
+    arguments: list[str], output: BinaryIO | int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Without coverage: what is killed while it saves its lines leaves a broken file."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.spark.archiver", *arguments],
         cwd=ROOT,
         env={**own, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
     )
 

@@ -49,6 +49,25 @@ async def test_a_batch_that_waits_to_be_tried_again_can_be_given_up() -> None:
     assert accidents == []
 
 
+async def test_each_of_ten_batches_in_line_has_the_whole_timeout() -> None:
+    """The driver's own wait subtracts the time of all earlier turns again at each turn."""
+    producer = driver.Producer(bootstrap_servers="127.0.0.1:1", request_timeout_ms=10_000)
+    accumulator = producer._message_accumulator
+    partition = driver.Partition("q", 0)
+    producer.client.cluster.partitions_for_topic = lambda topic: {0}
+    sends = []
+    for _ in range(10):
+        batch = producer.create_batch()
+        first = batch.append(key=None, value=b"x", timestamp=None, headers=[])
+        sends.append(asyncio.create_task(driver.send_batch(producer, batch, first, *partition)))
+    for send in sends:
+        future, _ = await send
+        await asyncio.sleep(0.3)  # with the driver's own wait the eighth send fails
+        accumulator._pop_batch(partition)
+        future.cancel()
+    await driver.close_producer(producer, flush=0.0)
+
+
 async def test_what_is_used_of_the_driver_s_inside_exists() -> None:
     """A new version that moves one of them fails here, and not in the middle of an outage."""
     consumer = driver.Consumer(group_id="g", bootstrap_servers="127.0.0.1:1")
