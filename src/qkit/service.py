@@ -27,14 +27,13 @@ from qkit.backend import (
 )
 from qkit.backends.factory import open_backend
 from qkit.consuming.consumer_pool import ConsumerPool
-from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.settlement import record_dead_letter
 from qkit.errors import ConfigError, LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
-from qkit.handlers.route import Route, RouteTable
+from qkit.handlers.route import Route
 from qkit.message import DeadLetter, Message, Sent
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
+from qkit.observability.connection_state import ConnectionState
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -47,13 +46,11 @@ from qkit.observability.events import (
 from qkit.observability.health import Health
 from qkit.observability.metrics import Counters, Metrics
 from qkit.observability.monitor import Monitor
-from qkit.observability.telemetry import Telemetry
-from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.sending.envelope_builder import SendOptions
-from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
 from qkit.sending.sync_sender import SyncSender
 from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["QueueService"]
 
@@ -109,7 +106,6 @@ class QueueService:
         self._registry = Registry(queues=bool(backend.capabilities.queues))
         self._counters = Counters()
         self._events = Events()
-        self._threads = HandlerThreads()
         self._state: State = "new"
         self._background_timers = True  # pings and lease renewals
         self._lifecycle_lock = asyncio.Lock()  # start and shutdown, one after the other
@@ -123,51 +119,22 @@ class QueueService:
     def _build_components(self, backend: Backend, clock: Clock) -> None:
         """Everything that knows the backend or the clock."""
         self._backend = backend
-        self._clock = clock
         self._listening = False  # a start that failed and is tried again listens once
-        self._telemetry = Telemetry(backend.name)
-        self._connection = ConnectionTracker(self._events, clock, backend.name)
-        self._breaker = CircuitBreaker(
-            failure_threshold=self.settings.breaker.failure_threshold,
-            recovery_timeout=self.settings.breaker.recovery_timeout,
-            clock=clock,
-        )
-        guarded = GuardedBackend(
+        self._wiring = wiring = Wiring.build(
             backend,
-            breaker=self._breaker,
-            connection=self._connection,
-            timeout=self.settings.send_timeout,
-        )
-        self._routes = RouteTable(
             self.settings,
-            backend,
-            self._registry,
-            self._counters,
-            self._middleware,
-        )
-        self._producer = Producer(
-            guarded,
-            clock=clock,
+            clock,
             registry=self._registry,
-            routes=self._routes,
-            telemetry=self._telemetry,
-            require=self._require_sending,
-        )
-        self._admin = QueueAdmin(
-            backend, settings=self.settings, routes=self._routes, producer=self._producer
-        )
-        self._monitor = Monitor(backend, self._connection, clock)
-        self._consumers = ConsumerPool(
-            backend,
-            settings=self.settings,
-            clock=clock,
-            routes=self._routes,
-            producer=self._producer,
-            connection=self._connection,
+            counters=self._counters,
             events=self._events,
-            telemetry=self._telemetry,
-            threads=self._threads,
+            middleware=self._middleware,
         )
+        self._connection = wiring.connection
+        self._routes = wiring.routes
+        self._producer = Producer(wiring, self._require_sending)
+        self._admin = QueueAdmin(wiring, self._producer)
+        self._monitor = Monitor(backend, wiring.connection, clock)
+        self._consumers = ConsumerPool(wiring, self._producer)
 
     def replace_backend_for_testing(
         self, backend: Backend, clock: Clock, wrap_handler: Callable[[Handler], Handler]
@@ -281,7 +248,7 @@ class QueueService:
         return planned
 
     async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
-        self._telemetry.start(lambda: self._counters.snapshot().channels)
+        self._wiring.telemetry.start(lambda: self._counters.snapshot().channels)
         await self._backend.start()
         self._connection.transition_to(ConnectionState.CONNECTED)
         if not self._backend.capabilities.durable:
@@ -376,7 +343,7 @@ class QueueService:
             await self._stop_consumers()
             await self._producer.drain()
             self._producer.close()
-            self._threads.close()
+            self._consumers.threads.close()
             await self._close_backend()
             self._state = "closed"
             self._bind(None)
@@ -588,7 +555,7 @@ class QueueService:
             status="healthy" if well else "unhealthy",
             connection_state=self._connection.state,
             durable=bool(self._backend.capabilities.durable),
-            breaker=str(self._breaker.state),
+            breaker=str(self._producer.guarded.breaker.state),
             last_success_at=self._connection.last_success_at,
             last_error=(failing[0] if failing else self._connection.last_error)
             if turning

@@ -14,8 +14,7 @@ from typing import cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from qkit._internal.clock import Clock
-from qkit.codec.codec import Codec, decompress
+from qkit.codec.codec import decompress
 from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.job import Job
 from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater
@@ -32,10 +31,10 @@ from qkit.errors import (
 )
 from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
-from qkit.handlers.retry_policy import RetryPolicy
+from qkit.handlers.route import Route
 from qkit.handlers.signature import MISSING, ParamMetadata
 from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
-from qkit.observability.telemetry import Telemetry
+from qkit.wiring import Wiring
 
 __all__ = ["Executor"]
 
@@ -54,32 +53,32 @@ class _Undecodable(DecodeError):
 class Executor:
     """Runs a handler's deliveries. Everything that can be resolved is resolved here, once.
 
-    ``on_retry`` hears of an attempt that failed and is repeated inline, in its slot.
+    Args:
+        wiring: What the service shares.
+        route: The channel.
+        handler: The handler.
+        threads: Run a synchronous handler.
+        on_retry: Called when an attempt failed and is repeated inline, in its slot.
     """
 
     def __init__(
         self,
+        wiring: Wiring,
+        route: Route,
         handler: Handler,
-        *,
-        codec: Codec[object],
-        policy: RetryPolicy,
-        middleware: Sequence[Middleware],
-        telemetry: Telemetry,
         threads: HandlerThreads,
-        clock: Clock,
-        max_bytes: int,
         on_retry: Callable[[Envelope, RetryLater], None],
     ) -> None:
         self.handler = handler
-        self.policy = policy
-        self._codec = codec
-        self._telemetry = telemetry
+        self.policy = route.policy
+        self._codec = wiring.routes.codec(handler.body_type)
+        self._telemetry = wiring.telemetry
         self._threads = threads
-        self._clock = clock
-        self._max_bytes = max_bytes
+        self._clock = wiring.clock
+        self._max_bytes = wiring.settings.max_message_bytes
         self._on_retry = on_retry
         self._timeout = handler.metadata.timeout
-        self._middleware = tuple(middleware)
+        self._middleware = route.middleware
         self._takes_body = handler.body is not None
         self._resolvers = [_parameter_resolver(param, handler) for param in handler.params]
         self._keywords = [param.name if param.keyword_only else None for param in handler.params]

@@ -13,17 +13,11 @@ from qkit.backend import UnheardReporting
 from qkit.backends.factory import open_backend
 from qkit.errors import PartialSend, QueueError, QueueFull
 from qkit.handlers.channel import Channel
-from qkit.handlers.registry import Registry
-from qkit.handlers.route import Route, RouteTable
+from qkit.handlers.route import Route
 from qkit.message import Envelope
-from qkit.observability.connection_state import ConnectionTracker
-from qkit.observability.events import Events
-from qkit.observability.metrics import Counters
-from qkit.observability.telemetry import Telemetry
-from qkit.sending.circuit_breaker import CircuitBreaker
-from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.producer import Producer
 from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["TaskSender"]
 
@@ -38,30 +32,12 @@ class TaskSender:
 
     def __init__(self, settings: Settings) -> None:
         clock = SystemClock()
-        registry = Registry()
-        counters = Counters()
         self._timeout = settings.send_timeout
         self._runner: asyncio.Runner | None = None
-        self._backend = backend = open_backend(settings, clock)
-        self._routes = RouteTable(settings, backend, registry, counters)
-        guarded = GuardedBackend(
-            backend,
-            breaker=CircuitBreaker(
-                failure_threshold=settings.breaker.failure_threshold,
-                recovery_timeout=settings.breaker.recovery_timeout,
-                clock=clock,
-            ),
-            connection=ConnectionTracker(Events(), clock, backend.name),
-            timeout=settings.send_timeout,
-        )
-        self._producer = Producer(
-            guarded,
-            clock=clock,
-            registry=registry,
-            routes=self._routes,
-            telemetry=Telemetry(backend.name),
-            require=lambda verb: None,
-        )
+        self._backend = open_backend(settings, clock)
+        wiring = Wiring.build(self._backend, settings, clock)
+        self._routes = wiring.routes
+        self._producer = Producer(wiring, require=lambda verb: None)
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
