@@ -57,7 +57,8 @@ class Wiring:
             events: Listeners; none if left out.
             middleware: Wrapped around every handler, the first outermost.
         """
-        registry = Registry() if registry is None else registry
+        if registry is None:
+            registry = Registry(queues=bool(backend.capabilities.queues))
         counters = Counters() if counters is None else counters
         events = Events() if events is None else events
         return cls(
