@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from typing import TypeGuard, cast
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -39,7 +39,8 @@ from qkit.wiring import Wiring
 __all__ = ["Executor"]
 
 
-Call = Callable[[Job, Envelope], Awaitable[object]]
+#: Calls the handler once, for one job or for those of a batch.
+Call = Callable[[Sequence[Job]], Awaitable[object]]
 
 
 class _Undecodable(DecodeError):
@@ -87,8 +88,13 @@ class Executor:
     def _choose_call(self) -> Call:
         """How to call the handler once, with no more around it than it asks for."""
         shape = [(param.kind, param.keyword_only) for param in self.handler.params]
-        simple = self.handler.is_async and not self._middleware and shape == [("body", False)]
-        call = self._call_body_only if simple else self._call_with_message
+        call: Call
+        if self.handler.metadata.batch_size is not None:
+            call = self._call_batch
+        elif self.handler.is_async and not self._middleware and shape == [("body", False)]:
+            call = self._call_body_only
+        else:
+            call = self._call_with_message
         if self._timeout is not None:
             call = functools.partial(self._call_with_timeout, call, self._timeout)
         if self._telemetry.enabled:
@@ -102,11 +108,12 @@ class Executor:
             refused = self._check_before_call(envelope)
             if refused is not None:
                 return refused
-        while (error := await self._attempt(job, envelope)) is not None:
+        jobs = (job,)
+        while (error := await self._attempt(jobs)) is not None:
             outcome = self._outcome_of(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
-            await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
+            await self._wait_inline(job, {job: outcome})
         return DONE
 
     async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
@@ -117,40 +124,37 @@ class Executor:
         """
         outcomes: dict[Job, Outcome] = {}
         live: list[Job] = []
-        bodies: dict[Job, object] = {}
-        messages: dict[Job, Message] = {}
         for job in jobs:
-            envelope = job.delivery.envelope
-            refused = self._check_before_call(envelope)
-            if refused is None:
-                try:
-                    messages[job] = message = self._message(envelope)
-                    bodies[job] = self._decode(message.body, message.headers)
-                except _Undecodable as undecodable:
-                    refused = Dead(Reason.UNDECODABLE, undecodable.origin)
+            refused = self._check_before_call(job.delivery.envelope) or self._decode_member(job)
             if refused is None:
                 live.append(job)
             else:
                 outcomes[job] = refused
         while live:
-            errors = await self._attempt_batch(live, bodies, messages)
-            again: list[Job] = []
+            error = await self._attempt(live)
+            again: dict[Job, RetryLater] = {}
             for job in live:
                 envelope = job.delivery.envelope
-                error = errors.get(envelope.id)
-                outcome = DONE if error is None else self._outcome_of(error, envelope)
+                own = error.failures.get(envelope.id) if isinstance(error, BatchError) else error
+                outcome = DONE if own is None else self._outcome_of(own, envelope)
                 if self._inline(outcome) and not job.stopped:
-                    again.append(job)
+                    again[job] = outcome
                 outcomes[job] = outcome
             if again:
-                await self._wait_inline(
-                    live[0],
-                    [(job.delivery.envelope, cast("RetryLater", outcomes[job])) for job in again],
-                )
-            for job in again:  # they say which attempt it is
-                messages[job] = self._message(job.delivery.envelope)
-            live = again
+                await self._wait_inline(live[0], again)
+            for job in again:  # its message says which attempt it is
+                self._decode_member(job)
+            live = list(again)
         return [outcomes[job] for job in jobs]
+
+    def _decode_member(self, job: Job) -> Outcome | None:
+        """Decode a member of a batch; the answer is its outcome if that fails."""
+        try:
+            job.message = self._message(job.delivery.envelope)
+            job.body = self._decode(job.message.body, job.message.headers)
+        except _Undecodable as error:
+            return self._outcome_of(error, job.delivery.envelope)
+        return None
 
     def _check_before_call(self, envelope: Envelope) -> Outcome | None:
         """What is decided before the handler runs: expired, or delivered too often."""
@@ -169,34 +173,36 @@ class Executor:
             )
         return None
 
-    async def _attempt(self, job: Job, envelope: Envelope) -> Exception | None:
+    async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
         """Call the handler once; what it raised is the answer."""
         try:
-            await self._call(job, envelope)
+            await self._call(jobs)
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
-            return await _handler_cancellation(error, [job])
+            return await _handler_cancellation(error, jobs)
         except BaseException as error:
             return _wrap_base_exception(error)
         return None
 
-    def _call_body_only(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+    def _call_body_only(self, jobs: Sequence[Job]) -> Awaitable[object]:
         """The common shape, an async handler of the body alone, needs no ``Message``."""
+        envelope = jobs[0].delivery.envelope
         try:
             body = self._codec.decode(envelope.body, envelope.headers)
         except (DecodeError, PayloadTooLarge) as error:
             raise _Undecodable(error) from error
         return cast("Awaitable[object]", self.handler.call(body))
 
-    def _call_with_message(self, job: Job, envelope: Envelope) -> Awaitable[object]:
-        return self._through_middleware(job, self._message(envelope))
+    def _call_with_message(self, jobs: Sequence[Job]) -> Awaitable[object]:
+        return self._through_middleware(jobs[0], self._message(jobs[0].delivery.envelope))
 
-    async def _call_with_timeout(
-        self, call: Call, timeout: float, job: Job, envelope: Envelope
-    ) -> None:
+    def _call_batch(self, jobs: Sequence[Job]) -> Awaitable[object]:
+        return self._invoke(jobs[0], [job.body for job in jobs], [job.message for job in jobs])
+
+    async def _call_with_timeout(self, call: Call, timeout: float, jobs: Sequence[Job]) -> None:
         scope = asyncio.timeout(timeout)
-        handling = call(job, envelope)
+        handling = call(jobs)
         try:
             async with scope:
                 await handling
@@ -207,9 +213,10 @@ class Executor:
         if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
             raise self._timed_out()
 
-    async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
-        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, [envelope]):
-            await call(job, envelope)
+    async def _call_traced(self, call: Call, jobs: Sequence[Job]) -> None:
+        envelopes = [job.delivery.envelope for job in jobs]
+        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
+            await call(jobs)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
         return HandlerTimeout(
@@ -247,31 +254,6 @@ class Executor:
         # A plain function that hands on a coroutine has not done its work before that has.
         return await result if inspect.isawaitable(result) else result
 
-    async def _attempt_batch(
-        self, jobs: list[Job], bodies: dict[Job, object], messages: dict[Job, Message]
-    ) -> dict[str, Exception]:
-        """Call a batch handler once; errors by message id."""
-        ids = [job.delivery.envelope.id for job in jobs]
-        envelopes = [job.delivery.envelope for job in jobs]
-        scope = asyncio.timeout(self._timeout)
-        try:
-            with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
-                async with scope:
-                    await self._invoke(
-                        jobs[0], [bodies[job] for job in jobs], [messages[job] for job in jobs]
-                    )
-        except BatchError as error:
-            return error.failures
-        except TimeoutError as error:
-            return dict.fromkeys(ids, self._timed_out(error) if scope.expired() else error)
-        except Exception as error:
-            return dict.fromkeys(ids, error)
-        except asyncio.CancelledError as error:
-            return dict.fromkeys(ids, await _handler_cancellation(error, jobs))
-        except BaseException as error:
-            return dict.fromkeys(ids, _wrap_base_exception(error))
-        return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
-
     def _outcome_of(self, error: Exception, envelope: Envelope) -> Outcome:
         """What an attempt's failure means for the message."""
         if isinstance(error, _Undecodable):
@@ -286,18 +268,18 @@ class Executor:
             return Dead(Reason.MAX_RETRIES_EXCEEDED, error)
         return RetryLater(delay, error)
 
-    def _inline(self, outcome: Outcome) -> bool:
+    def _inline(self, outcome: Outcome) -> TypeGuard[RetryLater]:
         return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
 
-    async def _wait_inline(self, job: Job, failed: list[tuple[Envelope, RetryLater]]) -> None:
+    async def _wait_inline(self, called: Job, failed: dict[Job, RetryLater]) -> None:
         """Wait in the slot, as inline retries do, and count the attempt that follows."""
-        for envelope, outcome in failed:
-            self._on_retry(envelope, outcome)
-        await asyncio.sleep(max(outcome.delay for _, outcome in failed))
-        if job.thread is not None:  # it may have outlived its time-out: never two in one slot
-            await asyncio.wait({job.thread})
-        for envelope, _ in failed:
-            envelope.attempt += 1
+        for job, outcome in failed.items():
+            self._on_retry(job.delivery.envelope, outcome)
+        await asyncio.sleep(max(outcome.delay for outcome in failed.values()))
+        if called.thread is not None:  # it may have outlived its time-out: never two in one slot
+            await asyncio.wait({called.thread})
+        for job in failed:
+            job.delivery.envelope.attempt += 1
 
     def _message(self, envelope: Envelope) -> Message:
         body, headers = envelope.body, envelope.headers
