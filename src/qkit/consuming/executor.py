@@ -33,7 +33,14 @@ from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
 from qkit.handlers.route import Route
 from qkit.handlers.signature import MISSING, ParamMetadata
-from qkit.message import CONTENT_ENCODING, Envelope, Message, Reason, TimeToLiveExpired
+from qkit.message import (
+    CONTENT_ENCODING,
+    Envelope,
+    LeaseExpired,
+    Message,
+    Reason,
+    TimeToLiveExpired,
+)
 from qkit.wiring import Wiring
 
 __all__ = ["Executor"]
@@ -161,16 +168,13 @@ class Executor:
         if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
             late = TimeToLiveExpired("the message was not handled within its time to live")
             return Dead(Reason.TTL_EXPIRED, late, called=False)
-        if envelope.attempt > self.policy.max_attempts:
-            return Dead(
-                Reason.MAX_RETRIES_EXCEEDED,
-                QueueError(
-                    f"delivery {envelope.attempt} is beyond max_attempts="
-                    f"{self.policy.max_attempts}: earlier ones were never settled, as when a "
-                    "handler kills its worker, or another service allows more attempts"
-                ),
-                called=False,
+        most = self.policy.max_attempts
+        if envelope.attempt > most:
+            crashed = LeaseExpired(
+                f"delivery {envelope.attempt - 1} of {most} was never settled: the handler "
+                "crashed, hung or outran ack_deadline, or another service allows more attempts"
             )
+            return Dead(Reason.MAX_RETRIES_EXCEEDED, crashed, called=False)
         return None
 
     async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
