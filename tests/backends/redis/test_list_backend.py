@@ -362,6 +362,40 @@ async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
             assert (await take(subscription))[0].envelope.attempt == attempt
 
 
+async def test_a_settled_delivery_frees_its_slot_at_once(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abc"])
+    async with backend.subscribe(spec(name, prefetch=1, ack_deadline=120)) as subscription:
+        (first,) = await take(subscription)
+        for settle in (subscription.ack, lambda item: subscription.release(item, 60.0)):
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await asyncio.sleep(0.05)
+            assert not receiving.done()
+            await settle(first)
+            async with asyncio.timeout(10):
+                (first,) = await receiving
+        assert first.envelope.id == "c"
+
+
+async def test_what_a_cancelled_receive_claimed_goes_back_in_order_and_uncharged(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abcd"])
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(3))
+        await asyncio.sleep(0)
+        assert subscription._fetching is not None
+        receiving.cancel()
+        await eventually(lambda: subscription._fetching is None and not subscription._tasks)
+        assert subscription.held == {}
+        found = await take(subscription, 4)
+    assert [delivery.envelope.id for delivery in found] == list("abcd")
+    assert {delivery.envelope.attempt for delivery in found} == {1}
+
+
 async def test_every_parked_consumer_hears_of_a_batch(
     backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.common.call_batcher import Gathered
 from qkit.backends.common.errors import lease_lost, subscription_broke
 from qkit.backends.redis import codec
@@ -65,16 +66,15 @@ class ListSubscription:
         self._write_dead_letter = write_dead_letter
         self._max_deliveries = max_deliveries
         self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
-        self._claimed: list[Delivery] = []  # on their way to a receive
-        self._receivers = 0
+        self._arrivals: Arrivals[Delivery] = Arrivals(
+            unclaimed=self._return_claimed, left=self._cancel_slot_timer
+        )
         self._fetching: asyncio.Task[None] | None = None
-        self._broken: SubscriptionLost | None = None
+        self._slot_timer: asyncio.TimerHandle | None = None  # set while a receive waits for a slot
         self._drained = False  # the last claim left nothing behind
         self._blocking_connection: PipelinedConnection | None = None
         self._blocking_connection_id = 0
         self._blocked_until = 0.0
-        self._news = asyncio.Event()  # the fetch has ended
-        self._free = asyncio.Event()  # there may be a slot
         self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,30 +101,25 @@ class ListSubscription:
 
         Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted.
         """
-        self._receivers += 1
-        try:
-            while not self._stopped:
-                if self._claimed:
-                    taken, self._claimed = self._claimed[:limit], self._claimed[limit:]
-                    return taken
-                if self._broken is not None:
-                    raise self._broken
-                if self._fetching is None and not self._fetch_soon(limit):
-                    await self._wait_for_slot()
-                else:
-                    self._news.clear()
-                    await self._news.wait()
-            return []
-        finally:
-            self._receivers -= 1
-            self._return_claimed()
+        return await self._arrivals.take(limit, self._ask)
 
-    def _fetch_soon(self, limit: int) -> bool:
-        """Begin to fetch, unless so much is held that nothing more may be."""
-        free = min(limit, self._slots(), MAX_CLAIM)
-        if free > 0:
-            self._fetching = asyncio.create_task(self._fetch(free), name="qkit redis fetch")
-        return free > 0
+    def _ask(self, limit: int) -> None:
+        """Start a fetch, or a timer for the first slot if the prefetch is used up."""
+        self._cancel_slot_timer()
+        if self._fetching is not None:
+            return
+        count = min(limit, self._slots(), MAX_CLAIM)
+        if count > 0:
+            self._fetching = asyncio.create_task(self._fetch(count), name="qkit redis fetch")
+            return
+        first = min(self.held.values()) + self._lease - self._clock.monotonic()
+        loop = asyncio.get_running_loop()
+        self._slot_timer = loop.call_later(max(0.001, first), self._arrivals.wake)
+
+    def _cancel_slot_timer(self) -> None:
+        if self._slot_timer is not None:
+            self._slot_timer.cancel()
+            self._slot_timer = None
 
     async def _fetch(self, count: int) -> None:
         try:
@@ -133,14 +128,15 @@ class ListSubscription:
                 await asyncio.sleep(0)  # first whoever waits for what the last claim brought
             else:
                 wait = await self._take(await self._claim(count), count)
-            while self._receivers and not self._claimed and not self._stopped:
+            while self._arrivals.receivers and not self._arrivals and not self._stopped:
                 wait = await self._take(await self._block(wait, count), count)
-        except Exception as error:  # whatever it was, a receive must hear of it
-            self._broken = self._lost(error)
+        except Exception as error:  # any error has to end a receive
+            self._arrivals.fail(self._lost(error), drop=False)
         finally:
             self._fetching = None
-            self._news.set()
-            self._return_claimed()
+            self._arrivals.wake()
+            if self._stopped:
+                self._return_claimed(self._arrivals.drain())
 
     async def _claim(self, count: int) -> Reply:
         """Claim up to ``count`` messages."""
@@ -194,6 +190,7 @@ class ListSubscription:
         now, nearest, found = answer
         self._drained = 0 < len(found) < 2 * count
         ends = self._clock.monotonic() + (self._lease or math.inf)
+        claimed: list[Delivery] = []
         dead: list[tuple[str, Envelope, bool]] = []
         for at in range(0, len(found), 2):
             token = found[at].decode()
@@ -204,11 +201,10 @@ class ListSubscription:
                 continue
             envelope.attempt += 1
             self.held[token] = ends
-            self._claimed.append(self._delivery(envelope, token))
-        if self._claimed:
+            claimed.append(self._delivery(envelope, token))
+        if claimed:
             self._keep()
-        if dead:
-            self._news.set()  # what came with them need not wait for their funeral
+            self._arrivals.put(claimed)
         for token, envelope, spent in dead:
             await self._dead_letter_and_ack(token, envelope, spent, now / 1000)
         if dead:
@@ -264,22 +260,14 @@ class ListSubscription:
                 del self.held[token]
         return self._prefetch - len(self.held)
 
-    async def _wait_for_slot(self) -> None:
-        self._free.clear()
-        first = min(self.held.values()) + self._lease - self._clock.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.001, first)):
-                await self._free.wait()
-
-    def _return_claimed(self) -> None:
-        """Nobody waits for what was claimed: give it back."""
-        if self._claimed and not self._receivers:
-            claimed, self._claimed = self._claimed, []
+    def _return_claimed(self, claimed: list[Delivery]) -> None:
+        """Give back deliveries that no ``receive`` waits for."""
+        if claimed:
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
     def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
-        """What the script is told of deliveries that nobody saw."""
+        """Return the script's arguments for deliveries that no consumer has received."""
         return _as_they_were([str(delivery.receipt) for delivery in claimed])
 
     async def _put_back(self, arguments: list[CommandArgument]) -> None:
@@ -357,7 +345,8 @@ class ListSubscription:
     def _settled(self, tokens: list[str]) -> None:
         for token in tokens:
             self.held.pop(token, None)
-        self._free.set()
+        if self._slot_timer is not None:
+            self._arrivals.wake()
 
     async def _ack_all(self, *tokens: str | int) -> list[int]:
         with translate_errors("ack", self._keys.queue):
@@ -380,8 +369,8 @@ class ListSubscription:
         if self._stopped:
             return
         self._stopped = True
-        self._news.set()
-        self._free.set()
+        self._arrivals.stop()
+        self._return_claimed(self._arrivals.drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UNBLOCK_TIMEOUT_SECONDS):
                 while (fetching := self._fetching) is not None:
@@ -398,10 +387,9 @@ class ListSubscription:
         """Stop, give back what is held, and disconnect."""
         try:
             await self.stop()
-            self._return_claimed()
-            await self._give_back()
             while self._tasks:
                 await asyncio.wait(self._tasks)
+            await self._give_back()  # after what was claimed later: each goes to the front
         finally:
             self._lease_renewal.close()
             if self._blocking_connection is not None:
