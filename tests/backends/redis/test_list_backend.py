@@ -25,6 +25,7 @@ from qkit.backend import (
     DeadLetterSource,
     Delivery,
     DroppedLetterSource,
+    ExtendMany,
     QueueSpec,
     SubscriptionSpec,
 )
@@ -36,6 +37,7 @@ from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
+    AckDeadlineExceeded,
     BackendUnavailable,
     MessageNotFound,
     QueueError,
@@ -105,7 +107,7 @@ async def test_what_another_program_pushed_is_consumed(
         assert [delivery.envelope.body for delivery in found] == odd
         assert len({delivery.envelope.id for delivery in found}) == len(odd)
         assert {delivery.envelope.attempt for delivery in found} == {1}
-        await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+        assert await subscription.ack_many(found) == [None] * len(found)
 
 
 async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
@@ -675,6 +677,63 @@ async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) 
             await subscription.extend(delivery, 1.0)
 
 
+async def test_leases_are_extended_together_in_one_call(
+    backend: RedisListBackend, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abc"])
+    async with backend.subscribe(spec(name, ack_deadline=120)) as subscription:
+        assert isinstance(subscription, ExtendMany)
+        held, settled, lost = await take(subscription, 3)
+        lease = f"{{{name}}}:lease"
+        await subscription.ack(settled)
+        await raw.zrem(lease, lost.receipt)
+        before = await raw.zscore(lease, held.receipt)
+        calls: list[Any] = []
+        run = backend.connection.run
+
+        async def counted(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return await run(*arguments)
+
+        monkeypatch.setattr(backend.connection, "run", counted)
+        good, twice, late = await subscription.extend_many([held, settled, lost], 600)
+        assert len(calls) == 1
+        assert good is None
+        assert isinstance(twice, MessageNotFound)
+        assert isinstance(late, AckDeadlineExceeded)
+        assert await raw.zscore(lease, held.receipt) >= before + 400_000
+        assert set(subscription.held) == {held.receipt}
+
+
+async def test_a_service_renews_all_its_leases_in_one_call(
+    backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    run = backend.connection.run
+
+    async def counted(script: Any, keys: Any, *arguments: Any) -> Any:
+        if script is lifecycle.EXTEND:
+            tokens.append(len(arguments) // 2)
+        return await run(script, keys, *arguments)
+
+    monkeypatch.setattr(backend.connection, "run", counted)
+    done = asyncio.Event()
+
+    @consume(name, concurrency=20)
+    async def handle(number: int) -> None:
+        await done.wait()
+
+    settings = Settings(type="redis", mode="list", url="redis://localhost/", ack_deadline=3.0)
+    service = QueueService(settings, backend=backend)
+    service.register(handle)
+    async with service:
+        await service.send_many(name, list(range(20)))
+        await eventually(lambda: sum(tokens) >= 40)
+        done.set()
+    assert len(tokens) <= 4
+
+
 # Limits
 
 
@@ -741,7 +800,7 @@ async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
         while len(got) < 2_500:
             found = await take(subscription, 1)
             found += await subscription.receive(999) if len(got) < 2_499 else []
-            await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+            assert await subscription.ack_many(found) == [None] * len(found)
             got += [int(delivery.envelope.body) for delivery in found]
     assert got == list(range(2_500))
 

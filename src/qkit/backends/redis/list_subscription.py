@@ -12,7 +12,6 @@ from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.common.arrivals import Arrivals
-from qkit.backends.common.call_batcher import Gathered
 from qkit.backends.common.errors import lease_lost, subscription_broke
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ReconnectingConnection, is_unknown_script
@@ -78,8 +77,6 @@ class ListSubscription:
         self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._acks = Gathered(self._ack_all)
-        self._extensions = Gathered(self._extend_all)
         self._lease_renewal = RedisLeaseRenewal(connection.parameters, keys, lease, self.held)
 
     async def open(self) -> None:
@@ -282,17 +279,16 @@ class ListSubscription:
     # Settle
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message. All acks of a turn of the loop go together."""
-        await self._settle(
-            "ack", delivery, self._acks.add(delivery.receipt_of(str, BACKEND, "ack"))
-        )
+        """Remove the message: the work is done."""
+        token = delivery.receipt_of(str, BACKEND, "ack")
+        await self._settle("ack", delivery, self._ack_all([token]))
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
         tokens = [delivery.receipt_of(str, BACKEND, "ack") for delivery in deliveries]
         done: list[int] = []
         for at in range(0, len(tokens), MAX_CLAIM):
-            done += await self._ack_all(*tokens[at : at + MAX_CLAIM])
+            done += await self._ack_all(tokens[at : at + MAX_CLAIM])
         results: list[QueueError | None] = [
             None if there else self._late(delivery, token, "ack")
             for delivery, token, there in zip(deliveries, tokens, done, strict=True)
@@ -315,25 +311,56 @@ class ListSubscription:
         if delay > 0 and due < self._blocked_until:
             await self._unblock()  # the wait was measured before this was known
 
-    async def _release(self, token: str, delay: float, content: bytes) -> int:
+    async def _release(self, token: str, delay: float, content: bytes) -> list[int]:
         milliseconds = _ms(delay) if delay > 0 else 0
         with translate_errors("release", self._keys.queue):
-            done = await self._scripts.run_part(
+            done: list[int] = await self._scripts.run_part(
                 lifecycle.RELEASE, self._keys, token, milliseconds, content
             )
-        return int(done[0]) if done else 0
+        return done
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        token = delivery.receipt_of(str, BACKEND, "extend")
-        if not await self._extensions.add(token, _ms(seconds)):
-            raise self._late(delivery, token, "extend")
-        if token in self.held:
-            self.held[token] = self._clock.monotonic() + seconds
+        delivery.receipt_of(str, BACKEND, "extend")
+        (error,) = await self.extend_many([delivery], seconds)
+        if error is not None:
+            raise error
 
-    async def _settle(self, operation: str, delivery: Delivery, done: Awaitable[int]) -> None:
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Move the ends of several leases to ``seconds`` from now in one round trip."""
+        results: list[QueueError | None] = []
+        for at in range(0, len(deliveries), MAX_CLAIM):
+            results += await self._extend_all(deliveries[at : at + MAX_CLAIM], seconds)
+        return results
+
+    async def _extend_all(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        tokens = [str(delivery.receipt or "") for delivery in deliveries]
+        arguments = [argument for token in tokens for argument in (token, _ms(seconds))]
+        with translate_errors("extend", self._keys.queue):
+            done: list[int] = await self._connection.run(
+                lifecycle.EXTEND, self._keys.lease_keys, *arguments
+            )
+        end = self._clock.monotonic() + seconds
+        results: list[QueueError | None] = []
+        for delivery, token, held in zip(deliveries, tokens, done, strict=True):
+            if not token:
+                results.append(delivery.settled_before(BACKEND, "extend"))
+            elif not held:
+                results.append(self._late(delivery, token, "extend"))
+            else:
+                if token in self.held:
+                    self.held[token] = end
+                results.append(None)
+        return results
+
+    async def _settle(self, operation: str, delivery: Delivery, call: Awaitable[list[int]]) -> None:
         token = str(delivery.receipt)
-        if not await done:
+        done = await call
+        if not done or not done[0]:
             raise self._late(delivery, token, operation)
         delivery.receipt = None
         self._settled([token])
@@ -348,19 +375,12 @@ class ListSubscription:
         if self._slot_timer is not None:
             self._arrivals.wake()
 
-    async def _ack_all(self, *tokens: str | int) -> list[int]:
+    async def _ack_all(self, tokens: list[str]) -> list[int]:
         with translate_errors("ack", self._keys.queue):
             done: int | list[int] = await self._connection.run(
                 lifecycle.ACK, self._keys.held_keys, *tokens
             )
         return [1] * done if isinstance(done, int) else done
-
-    async def _extend_all(self, *arguments: str | int) -> list[int]:
-        with translate_errors("extend", self._keys.queue):
-            done: list[int] = await self._connection.run(
-                lifecycle.EXTEND, self._keys.lease_keys, *arguments
-            )
-        return done
 
     # The end
 
