@@ -129,28 +129,94 @@ async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
 
 
 async def test_a_foreign_message_that_kills_its_consumer_is_counted(
-    backend: RedisListBackend, raw: Any, name: str
+    backend: RedisListBackend, redis_url: str, raw: Any, name: str
 ) -> None:
-    letters: list[DeadLetter] = []
-    backend.on_dead_letter(letters.append)
-    await backend.declare(QueueSpec(name=f"{name}.dlq", max_depth=10, drop_oldest=True))
-    await backend.declare(QueueSpec(name=name, max_deliveries=2, dead_letter=f"{name}.dlq"))
-    await raw.rpush(name, b"killer")
+    async def handle(body: int) -> None:
+        raise AssertionError("it was delivered too often")
+
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, b"1")
     async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
-        assert (await take(subscription))[0].envelope.attempt == 1
-        assert (await take(subscription))[0].envelope.attempt == 2
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                assert not await subscription.receive(1)
-    (letter,) = letters
+        for attempt in (1, 2, 3):
+            assert (await take(subscription))[0].envelope.attempt == attempt
+        async with service_of(redis_url, consume(name)(handle), max_attempts=3) as service:
+            (letter,) = await letters_of(service, name)
     assert (letter.channel, letter.reason, letter.attempts) == (
         name,
         Reason.MAX_RETRIES_EXCEEDED,
-        2,
+        3,
     )
     assert letter.error_type == "LeaseExpired"
-    (kept,) = await backend.peek(f"{name}.dlq", 10)
-    assert DeadLetter.from_envelope(kept) == letter
+
+
+def service_of(url: str, *handlers: Any, max_attempts: int = 3, **values: Any) -> QueueService:
+    service = QueueService(
+        Settings(type="redis", mode="list", url=url, retry={"max_attempts": max_attempts}, **values)
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+async def letters_of(service: QueueService, name: str, count: int = 1) -> list[DeadLetter]:
+    found: list[DeadLetter] = []
+
+    async def enough() -> bool:
+        found[:] = await service.dead_letters(name).list()
+        return len(found) >= count
+
+    await eventually(enough)
+    return found
+
+
+async def test_what_expired_or_crashed_too_often_is_delivered_as_it_is(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    """The backend dead-letters nothing: the service above it does."""
+    letters = f"{name}.dlq"
+    await backend.declare(QueueSpec(name=letters, max_depth=10, drop_oldest=True))
+    await backend.declare(
+        QueueSpec(name=name, max_deliveries=1, dead_letter=letters, consumed=True)
+    )
+    await raw.hset(f"{{{name}}}:meta", "max_deliveries", 1)  # as earlier versions stored it
+    await backend.publish(name, [Envelope("old", b"x", expires_at=1.0), Envelope("new", b"x")])
+    async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
+        for attempt in (1, 2, 3):
+            old, new = await take(subscription, 2)
+            assert (old.envelope.id, old.envelope.expires_at) == ("old", 1.0)
+            assert new.envelope.id == "new"
+            assert (old.envelope.attempt, new.envelope.attempt) == (attempt, attempt)
+    assert await backend.peek(letters, 10) == []
+
+
+async def test_a_dead_letter_that_cannot_be_written_is_tried_again_and_then_acknowledged(
+    redis_url: str, raw: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    handled: list[int] = []
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        handled.append(number)
+
+    async with service_of(redis_url, handle) as service:
+        service.pause(name)
+        await service.send(name, 1, ttl=0.01)
+        await raw.rename(f"{{{name}.dlq}}:meta", f"{name}-kept")
+        await raw.set(f"{{{name}.dlq}}:meta", "no hash")  # so that every write fails
+        await asyncio.sleep(0.05)
+        service.resume(name)
+        await eventually(lambda: "no dead letter could be written" in caplog.text)
+        await raw.rename(f"{name}-kept", f"{{{name}.dlq}}:meta")
+        (letter,) = await letters_of(service, name)
+        assert (letter.reason, letter.attempts) == (Reason.TTL_EXPIRED, 0)
+        await service.send(name, 2)
+        await eventually(lambda: handled == [2])
+        await eventually(lambda: _is(depths(service, name), (0, 0)))
+
+
+async def depths(service: QueueService, name: str) -> tuple[int, int | None]:
+    stats = await service.stats(name)
+    return stats.depth, stats.in_flight
 
 
 async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
@@ -271,25 +337,24 @@ async def test_a_person_can_read_what_qkit_sent(
     ],
 )
 def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
-    found, spent = codec.decode(codec.encode(envelope, 1))
-    assert (found, spent) == (envelope, False)
+    assert codec.decode(codec.encode(envelope, 1)) == envelope
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
 def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
-    found, _ = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
+    found = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
     kept = {"headers": base64.b64encode(line).decode()}
     assert found.headers == {"qkit-raw": json.dumps(kept)}
     assert found.body == b"body"
 
 
 def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
-    found, _ = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
+    found = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
     assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
     assert found.headers["lone"] == r"\ud800"
     raw = json.loads(found.headers["qkit-raw"])
     assert raw == {"id": "//4=", "key": "a/8="}
-    again, _ = codec.decode(codec.encode(found))
+    again = codec.decode(codec.encode(found))
     assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
 
 
@@ -810,8 +875,9 @@ async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
 
 def test_it_offers_the_whole_boundary() -> None:
     backend = RedisListBackend("redis://localhost/")
-    for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
+    for protocol in (Admin, DroppedLetterSource):
         assert isinstance(backend, protocol)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
     assert len(lifecycle.SEND.sha) == 40
 
 

@@ -14,7 +14,14 @@ import redis.asyncio
 
 from qkit import Channel, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
-from qkit.backend import Admin, DeadLetterSource, Delivery, QueueSpec, SubscriptionSpec
+from qkit.backend import (
+    Admin,
+    DeadLetterSource,
+    Delivery,
+    DroppedLetterSource,
+    QueueSpec,
+    SubscriptionSpec,
+)
 from qkit.backends.factory import open_backend
 from qkit.backends.redis import codec, pubsub_publisher, pubsub_subscription
 from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
@@ -562,8 +569,9 @@ async def test_a_subscriber_that_is_too_slow_is_hung_up_on_and_hears_what_it_had
 def test_it_offers_the_boundary_and_the_dead_letters() -> None:
     backend = RedisPubSubBackend("redis://localhost/")
     assert isinstance(backend, Admin)
-    assert isinstance(backend, DeadLetterSource)
-    assert codec.decode(b"x")[0].id == codec.FOREIGN
+    assert isinstance(backend, DroppedLetterSource)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
+    assert codec.decode(b"x").id == codec.FOREIGN
 
 
 def test_settings_choose_it_also_without_a_mode() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from qkit._internal.clock import Clock
@@ -22,7 +22,7 @@ from qkit.backends.redis.lease_renewal import RedisLeaseRenewal
 from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
-from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
+from qkit.message import Envelope
 
 __all__ = ["ListSubscription"]
 
@@ -32,8 +32,6 @@ MAX_BLOCK_SECONDS: Final = 1.0
 SHORT_BLOCK_SECONDS: Final = 0.2  # after a claim that left nothing, before asking what is due
 MAX_CLAIM: Final = 1_000  # messages in one claim or acknowledgement
 UNBLOCK_TIMEOUT_SECONDS: Final = 2.0  # to end a blocking command; then its connection is closed
-
-WriteDeadLetter = Callable[[QueueKeys, DeadLetter], Awaitable[None]]
 
 
 class ListSubscription:
@@ -53,8 +51,6 @@ class ListSubscription:
         *,
         lease: float,
         clock: Clock,
-        write_dead_letter: WriteDeadLetter,
-        max_deliveries: int | None,
     ) -> None:
         self._connection = connection
         self._scripts = scripts
@@ -62,8 +58,6 @@ class ListSubscription:
         self._prefetch = spec.prefetch
         self._lease = lease
         self._clock = clock
-        self._write_dead_letter = write_dead_letter
-        self._max_deliveries = max_deliveries
         self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
         self._arrivals: Arrivals[Delivery] = Arrivals(
             unclaimed=self._return_claimed, left=self._cancel_slot_timer
@@ -74,7 +68,6 @@ class ListSubscription:
         self._blocking_connection: PipelinedConnection | None = None
         self._blocking_connection_id = 0
         self._blocked_until = 0.0
-        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lease_renewal = RedisLeaseRenewal(connection.parameters, keys, lease, self.held)
@@ -124,9 +117,9 @@ class ListSubscription:
             if self._drained:
                 await asyncio.sleep(0)  # first whoever waits for what the last claim brought
             else:
-                wait = await self._take(await self._claim(count), count)
+                wait = self._take(await self._claim(count), count)
             while self._arrivals.receivers and not self._arrivals and not self._stopped:
-                wait = await self._take(await self._block(wait, count), count)
+                wait = self._take(await self._block(wait, count), count)
         except Exception as error:  # any error has to end a receive
             self._arrivals.fail(self._lost(error), drop=False)
         finally:
@@ -175,8 +168,11 @@ class ListSubscription:
         said = error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
         return subscription_broke(BACKEND, self._keys.queue, said, error)
 
-    async def _take(self, answer: Reply, count: int) -> float:
-        """Take over a claim, dead-letter what is dead; return how long to wait if nothing came."""
+    def _take(self, answer: Reply, count: int) -> float:
+        """Take over a claim; return how long to wait if it brought nothing.
+
+        What expired or crashed too often is delivered too: the service above dead-letters it.
+        """
         if answer is None:
             raise SubscriptionLost(
                 "the queue was deleted",
@@ -184,28 +180,19 @@ class ListSubscription:
                 operation="receive",
                 queue=self._keys.queue,
             )
-        now, nearest, found = answer
+        nearest, found = answer
         self._drained = 0 < len(found) < 2 * count
         ends = self._clock.monotonic() + (self._lease or math.inf)
         claimed: list[Delivery] = []
-        dead: list[tuple[str, Envelope, bool]] = []
         for at in range(0, len(found), 2):
             token = found[at].decode()
-            envelope, spent = codec.decode(found[at + 1])
-            expired = envelope.expires_at is not None and envelope.expires_at * 1000 <= now
-            if spent or expired:
-                dead.append((token, envelope, spent))
-                continue
+            envelope = codec.decode(found[at + 1])
             envelope.attempt += 1
             self.held[token] = ends
             claimed.append(self._delivery(envelope, token))
         if claimed:
             self._keep()
             self._arrivals.put(claimed)
-        for token, envelope, spent in dead:
-            await self._dead_letter_and_ack(token, envelope, spent, now / 1000)
-        if dead:
-            return 0.001  # there may be more behind them
         return MAX_BLOCK_SECONDS if nearest < 0 else min(MAX_BLOCK_SECONDS, nearest / 1000)
 
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
@@ -213,40 +200,6 @@ class ListSubscription:
 
     def _keep(self) -> None:
         self._lease_renewal.wake()
-
-    async def _dead_letter_and_ack(
-        self, token: str, envelope: Envelope, spent: bool, now: float
-    ) -> None:
-        """Write the dead letter, then acknowledge: a crash between the two repeats both."""
-        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
-        if spent:
-            error = LeaseExpired(
-                f"the lease of delivery {envelope.attempt} of {self._max_deliveries} expired: "
-                "the handler crashed, hung or outran ack_deadline"
-            )
-        letter = DeadLetter.of(
-            envelope,
-            channel=self._keys.queue,
-            reason=Reason.MAX_RETRIES_EXCEEDED if spent else Reason.TTL_EXPIRED,
-            at=now,
-            error=error,
-            group=self._keys.group,
-        )
-        try:
-            await self._write_dead_letter(self._keys, letter)
-            await self._connection.run(lifecycle.ACK, self._keys.held_keys, token)
-        except Exception as failure:
-            self._tell(failure)
-            raise
-        self._tell(None)
-
-    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` when a dead letter that is written here fails, and when one is done."""
-        self._settlement_callbacks.append(callback)
-
-    def _tell(self, error: Exception | None) -> None:
-        for callback in self._settlement_callbacks:
-            callback("dead letters cannot be written", error)
 
     def _slots(self) -> int:
         """How many more may be held; what the server has long taken back takes no slot."""

@@ -184,7 +184,7 @@ class PubSubSubscription:
 
     def _decoded(self, payload: bytes) -> Envelope | None:
         """The message, or none if it is a replay for another group."""
-        envelope, _ = codec.decode(payload)
+        envelope = codec.decode(payload)
         if envelope.id == codec.FOREIGN:
             envelope.id = new_id()
         headers = envelope.headers
