@@ -48,6 +48,7 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Reason
+from qkit.observability import settlement_failures
 from tests.support.waiting import eventually
 
 
@@ -189,28 +190,32 @@ async def test_what_expired_or_crashed_too_often_is_delivered_as_it_is(
     assert await backend.peek(letters, 10) == []
 
 
-async def test_a_dead_letter_that_cannot_be_written_is_tried_again_and_then_acknowledged(
-    redis_url: str, raw: Any, name: str, caplog: pytest.LogCaptureFixture
+async def test_an_expired_message_whose_dead_letter_cannot_be_written_is_held_and_reported(
+    redis_url: str, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(settlement_failures, "UNHEALTHY_AFTER_SECONDS", 0.2)
     handled: list[int] = []
 
-    @consume(name)
+    @consume(name, concurrency=2)
     async def handle(number: int) -> None:
         handled.append(number)
 
-    async with service_of(redis_url, handle) as service:
-        service.pause(name)
-        await service.send(name, 1, ttl=0.01)
-        await raw.rename(f"{{{name}.dlq}}:meta", f"{name}-kept")
-        await raw.set(f"{{{name}.dlq}}:meta", "no hash")  # so that every write fails
-        await asyncio.sleep(0.05)
-        service.resume(name)
-        await eventually(lambda: "no dead letter could be written" in caplog.text)
-        await raw.rename(f"{name}-kept", f"{{{name}.dlq}}:meta")
-        (letter,) = await letters_of(service, name)
-        assert (letter.reason, letter.attempts) == (Reason.TTL_EXPIRED, 0)
+    letters, kept = f"{{{name}.dlq}}:meta", f"{name}-kept"
+    async with service_of(redis_url, handle, ack_deadline=1.0) as service:
+        await raw.rename(letters, kept)
+        await raw.set(letters, "no hash")  # so that every write fails
+        await raw.rpush(name, b"qk1 a - 0 1 0 -\n\n1")
+        await eventually(lambda: service.health_check().consumers[0].failing)
+        assert "dead letters cannot be written" in str(service.health_check().consumers[0].failing)
+        assert not service.ready
         await service.send(name, 2)
         await eventually(lambda: handled == [2])
+        assert not service.ready, "others are settled, that one is not"
+        await raw.rename(kept, letters)
+        await eventually(lambda: service.ready)
+        (letter,) = await letters_of(service, name)
+        assert (letter.message_id, letter.attempts) == ("a", 0)
+        assert letter.reason == Reason.TTL_EXPIRED
         await eventually(lambda: _is(depths(service, name), (0, 0)))
 
 
