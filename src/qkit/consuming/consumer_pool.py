@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Awaitable, Callable
 
 from qkit._internal.logging import logger
 from qkit.backend import SubscriptionSpec
@@ -18,7 +17,6 @@ from qkit.consuming.settlement import Settlement
 from qkit.errors import QueueNotFound
 from qkit.handlers.registry import Handler
 from qkit.handlers.route import Route
-from qkit.message import DeadLetter
 from qkit.observability.health import ConsumerHealth
 from qkit.sending.producer import Producer
 from qkit.wiring import Wiring
@@ -61,20 +59,10 @@ class ConsumerPool:
             ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
             needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
         )
-        settlement = Settlement(self._wiring, route, spec, self._dead_letter_writer(route))
+        settlement = Settlement(self._wiring, route, spec, self._producer.dead_letter_writer(route))
         executor = Executor(self._wiring, route, handler, self.threads, settlement.record_retry)
         declare = functools.partial(self._producer.redeclare, route)
         return Consumer(self._wiring, route, spec, executor, settlement, declare)
-
-    def _dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
-        letters = route.dead_letter
-        if letters is None:
-            return None
-
-        async def write(letter: DeadLetter) -> None:
-            await self._producer.send_to_queue(route, letters.name, [letter.to_envelope()])
-
-        return write
 
     async def wait_ready(self, timeout: float) -> None:
         """Until all have subscribed; one that is late goes on trying.

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from qkit.codec.codec import decompress
 from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.job import Job
-from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater
+from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater, expired_outcome
 from qkit.errors import (
     BatchError,
     DecodeError,
@@ -39,7 +39,6 @@ from qkit.message import (
     LeaseExpired,
     Message,
     Reason,
-    TimeToLiveExpired,
 )
 from qkit.wiring import Wiring
 
@@ -165,17 +164,15 @@ class Executor:
 
     def _check_before_call(self, envelope: Envelope) -> Outcome | None:
         """What is decided before the handler runs: expired, or delivered too often."""
-        if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
-            late = TimeToLiveExpired("the message was not handled within its time to live")
-            return Dead(Reason.TTL_EXPIRED, late, called=False)
+        expired = expired_outcome(envelope, self._clock.time())
         most = self.policy.max_attempts
-        if envelope.attempt > most:
+        if expired is None and envelope.attempt > most:
             crashed = LeaseExpired(
                 f"delivery {envelope.attempt - 1} of {most} was never settled: the handler "
                 "crashed, hung or outran ack_deadline, or another service allows more attempts"
             )
             return Dead(Reason.MAX_RETRIES_EXCEEDED, crashed, called=False)
-        return None
+        return expired
 
     async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
         """Call the handler once; what it raised is the answer."""

@@ -24,7 +24,7 @@ from qkit.consuming.delivery_buffer import DeliveryBuffer
 from qkit.consuming.executor import Executor
 from qkit.consuming.job import Job
 from qkit.consuming.lease_renewal import LeaseRenewal
-from qkit.consuming.outcome import ABANDON, DONE, Outcome, Pause
+from qkit.consuming.outcome import ABANDON, DONE, Dead, Outcome, Pause
 from qkit.consuming.settlement import Settlement
 from qkit.handlers.route import Route
 from qkit.wiring import Wiring
@@ -81,6 +81,8 @@ class Session:
         self._stopped = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
+        self._refusals: set[asyncio.Task[None]] = set()  # dead letters of messages not handled
+        self._tasks = asyncio.TaskGroup()
         self._abandoned = self._loop.create_future()
         name = f"qkit {self._channel} {spec.group} acks"
         self._acks: AckBatcher | None = None
@@ -111,7 +113,7 @@ class Session:
         """Fetch and work until the consumer stops; raises when the subscription breaks."""
         name = f"qkit {self._channel} {self._spec.group}"
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks as tasks:
                 renewer = None
                 if self._renewal is not None:
                     renewer = tasks.create_task(self._renewal.run(), name=f"{name} leases")
@@ -121,8 +123,8 @@ class Session:
                 try:
                     broken = await self._fetch_until_stopped()
                     self._buffer.close()
-                    while self._workers:
-                        await asyncio.wait(self._workers)
+                    while running := self._workers | self._refusals:
+                        await asyncio.wait(running)
                     if self._acks is not None:
                         await self._acks.close()
                 except asyncio.CancelledError:
@@ -267,9 +269,10 @@ class Session:
         """Release what was withdrawn, uncharged, so that others can have it."""
         while self._withdrawn:
             job = self._withdrawn.pop()
-            if not job.lost:
-                await self._settlement.settle(self._subscription, job, ABANDON, self._stopped)
-            self._finish(job)
+            if job.lost:
+                self._finish(job)
+            else:
+                await self._settle(job, ABANDON)
 
     def _finish(self, job: Job) -> None:
         self._buffer.finish(job)
@@ -402,6 +405,16 @@ class Session:
                 return
         elif isinstance(outcome, Pause):
             outcome = self._state.back_off(outcome)
+        elif isinstance(outcome, Dead) and not outcome.called:
+            # Not in the worker's slot: expired messages would delay those behind them by a dead
+            # letter each. The prefetch bounds how many there are.
+            refusal = self._tasks.create_task(self._settle(job, outcome), name="qkit refusal")
+            self._refusals.add(refusal)
+            refusal.add_done_callback(self._refusals.discard)
+            return
+        await self._settle(job, outcome)
+
+    async def _settle(self, job: Job, outcome: Outcome) -> None:
         await self._settlement.settle(self._subscription, job, outcome, self._stopped)
         self._finish(job)
 

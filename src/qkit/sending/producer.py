@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
@@ -14,7 +14,7 @@ from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.handlers.channel import Channel
 from qkit.handlers.route import Route
-from qkit.message import Envelope, Sent
+from qkit.message import DeadLetter, Envelope, Sent
 from qkit.sending.envelope_builder import SendOptions, build_envelope
 from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.send_batcher import SendBatcher
@@ -144,6 +144,20 @@ class Producer:
             except QueueNotFound:
                 route.declared = False
         return await batcher.send(envelopes, prepare=functools.partial(self.declare, route))
+
+    def dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+        """Return a function that writes a dead letter and returns once it is confirmed.
+
+        ``None`` if the channel keeps none.
+        """
+        letters = route.dead_letter
+        if letters is None:
+            return None
+
+        async def write(letter: DeadLetter) -> None:
+            await self.send_to_queue(route, letters.name, [letter.to_envelope()])
+
+        return write
 
     async def drain(self) -> None:
         """Wait until every send has returned, for as long as a send may take; then give up."""
