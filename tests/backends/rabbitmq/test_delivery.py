@@ -177,7 +177,7 @@ async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
     await backend.publish(name, [Envelope(str(number), b"x") for number in range(10)])
     async with backend.subscribe(spec(name, prefetch=8)) as subscription:
         (held,) = await take(subscription)
-        await eventually(lambda: len(subscription._waiting) == 7)
+        await eventually(lambda: len(subscription._arrivals) == 7)
         await subscription.stop()
         await eventually(lambda: is_(ready(raw, name), 9))
         await subscription.ack(held)
@@ -215,6 +215,48 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
         assert done, "the paused one consumes again when it is asked"
         for task in pending:
             task.cancel()
+
+
+async def test_prefetched_messages_go_back_uncharged_although_stop_was_cancelled(
+    quorum: RabbitMQBackend, name: str
+) -> None:
+    await declare(quorum, name)
+    await quorum.publish(name, [Envelope(str(number), b"x") for number in range(5)])
+    async with quorum.subscribe(spec(name)) as subscription:
+        await eventually(lambda: len(subscription._arrivals) == 5)
+        stopping = asyncio.ensure_future(subscription.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+    async with quorum.subscribe(spec(name)) as again:
+        found = await take(again, 5)
+        assert [delivery.envelope.id for delivery in found] == list("01234")
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+
+
+async def test_an_unclaimed_message_of_which_no_copy_can_be_sent_goes_back_itself(
+    quorum: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay with a consumer that is paused."""
+    monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(subscription_module, "REQUEUE_DELAY_SECONDS", 0.05)
+    await declare(quorum, name)
+    failed = 0
+
+    async def fail(*arguments: object) -> None:
+        nonlocal failed
+        failed += 1
+        raise BackendUnavailable("no copy can be sent")
+
+    async with quorum.subscribe(spec(name)) as paused:
+        paused._republish = fail
+        await quorum.publish(name, [Envelope("a", b"x")])
+        await eventually(lambda: failed)
+        async with quorum.subscribe(spec(name)) as other:
+            (delivery,) = await take(other)
+            assert delivery.envelope.id == "a"
+            await other.ack(delivery)
 
 
 @pytest.mark.proves("003-speed-2")
