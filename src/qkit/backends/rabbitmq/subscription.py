@@ -25,20 +25,14 @@ from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
 from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.errors import BACKEND, DRIVER_ERRORS, to_queue_error
 from qkit.errors import QueueError, SubscriptionLost, Unsupported
-from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
+from qkit.message import Envelope
 
 __all__ = ["RabbitSubscription", "ReceivedMessage"]
 
-#: Between two attempts to write a dead letter.
-DEAD_LETTER_RETRY_SECONDS: Final = 1.0
 #: Until a message of which no copy could be sent goes back to the queue.
 REQUEUE_DELAY_SECONDS: Final = 1.0
 #: Until messages that the broker pushed and no caller receives go back to the queue.
 UNRECEIVED_RETURN_SECONDS: Final = 1.0
-
-
-class Crashed(Exception):
-    """The consumers that were given the message died, or lost their connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +50,6 @@ class ReceivedMessage:
 
 
 Republish = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
-WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 
 class RabbitSubscription:
@@ -74,18 +67,14 @@ class RabbitSubscription:
         *,
         clock: Clock,
         republish: Republish,
-        write_dead_letter: WriteDeadLetter,
         copies: bool,
-        max_deliveries: int | None,
     ) -> None:
         self._connection = connection
         self._spec = spec
         self._queue = queue
         self._clock = clock
         self._republish = republish
-        self._write_dead_letter = write_dead_letter
         self._copies = copies
-        self._max_deliveries = max_deliveries
         self._channel: Channel | None = None
         self._tag: str | None = None
         self._acks: AckBatcher | None = None
@@ -100,7 +89,6 @@ class RabbitSubscription:
         self._changing = asyncio.Lock()  # of the consumer on the broker
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
-        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,14 +137,6 @@ class RabbitSubscription:
         """Call ``callback`` with what is held when the subscription breaks: it comes again."""
         self._loss_callbacks.append(callback)
 
-    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` when a dead letter cannot be written here, and when that is over."""
-        self._settlement_callbacks.append(callback)
-
-    def _tell(self, what: str, error: Exception | None) -> None:
-        for callback in self._settlement_callbacks:
-            callback(what, error)
-
     def _report(self) -> None:
         lost = [received.delivery for received in self._held if received.delivery is not None]
         if lost:
@@ -181,20 +161,11 @@ class RabbitSubscription:
         now = self._clock.time()
         for received in taken:
             envelope = codec.decode(received.properties, received.message.body)
-            crashes = codec.deliveries(received.properties) if self._copies else 0
-            envelope.attempt += crashes
+            if self._copies:
+                envelope.attempt += codec.deliveries(received.properties)
             self._held.add(received)
-            if envelope.expires_at is not None and envelope.expires_at <= now:
-                self._spawn(self._dead_letter_and_ack(received, envelope, Reason.TTL_EXPIRED))
-                continue
-            most = self._max_deliveries
-            if crashes and most is not None and envelope.attempt >= most:
-                self._spawn(
-                    self._dead_letter_and_ack(received, envelope, Reason.MAX_RETRIES_EXCEEDED)
-                )
-                continue
-            due = codec.not_before(received.properties)
-            if due is not None and due > now:
+            due, expires = codec.not_before(received.properties), envelope.expires_at
+            if due is not None and due > now and (expires is None or expires > now):
                 self._spawn(self._wait_longer(received, envelope, due))
                 continue
             envelope.attempt += 1
@@ -225,46 +196,6 @@ class RabbitSubscription:
                     await self._consume()
             except DRIVER_ERRORS as error:
                 self._lose(to_queue_error(error, "receive").message, error)
-
-    # What never reaches a handler
-
-    async def _dead_letter_and_ack(
-        self, received: ReceivedMessage, envelope: Envelope, reason: Reason
-    ) -> None:
-        """Write a copy to the dead letters, then ack: a crash between them repeats both."""
-        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
-        if reason is Reason.MAX_RETRIES_EXCEEDED:
-            error = Crashed(
-                f"delivery {envelope.attempt} of {self._max_deliveries} was never settled: the "
-                "consumer crashed or lost its connection"
-            )
-        letter = DeadLetter.of(
-            envelope,
-            channel=self._spec.queue,
-            group=self._spec.group if self._spec.broadcast else None,
-            reason=reason,
-            error=error,
-            at=self._clock.time(),
-        )
-        what = f"the dead letter of delivery {received.tag} cannot be written"
-        try:
-            while self._lost is None:
-                try:
-                    await self._write_dead_letter(letter)
-                except QueueError as failure:
-                    logger.warning(
-                        "%s: no dead letter could be written, again in %.0f s: %s",
-                        self._spec.queue,
-                        DEAD_LETTER_RETRY_SECONDS,
-                        failure,
-                    )
-                    self._tell(what, failure)
-                    await asyncio.sleep(DEAD_LETTER_RETRY_SECONDS)
-                else:
-                    self._settle(received)
-                    return
-        finally:
-            self._tell(what, None)
 
     async def _wait_longer(self, received: ReceivedMessage, envelope: Envelope, due: float) -> None:
         again = self._encode_again(received, envelope, envelope.attempt, due)
