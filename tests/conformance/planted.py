@@ -256,6 +256,7 @@ def accepts_a_second_ack(patch: pytest.MonkeyPatch) -> None:
 @fault(
     "test_an_expired_lease_brings_the_message_back_and_counts",
     "test_a_message_whose_leases_run_out_too_often_is_a_dead_letter",
+    "test_a_message_that_kills_its_consumers_ends_in_the_dead_letters",
 )
 def leases_never_expire(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
