@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 from redis.asyncio.connection import AbstractConnection
 
@@ -38,6 +38,11 @@ ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 # The number in the order of delivery, and a payload or a message that was put back.
 _Arrival = tuple[int, bytes | Envelope]
+
+
+class _Receipt(NamedTuple):
+    subscription: PubSubSubscription
+    number: int
 
 
 class SubscriberConnection(PipelinedConnection):
@@ -175,7 +180,7 @@ class PubSubSubscription:
             else:
                 envelope = item
             if envelope is not None:
-                found.append(Delivery(envelope, self._channel, (self, number)))
+                found.append(Delivery(envelope, self._channel, _Receipt(self, number)))
         if self._full and len(self._arrivals) <= MESSAGES // 2 and self._size <= BYTES // 2:
             self._full = False
             assert self._connection is not None
@@ -217,11 +222,11 @@ class PubSubSubscription:
         )
 
     def _settle(self, delivery: Delivery, operation: str) -> int:
-        subscription, number = delivery.receipt_of(tuple, BACKEND, operation)
-        if subscription is not self:
+        receipt = delivery.receipt_of(_Receipt, BACKEND, operation)
+        if receipt.subscription is not self:
             raise delivery.settled_before(BACKEND, operation)
         delivery.receipt = None
-        return int(number)
+        return receipt.number
 
     # The end
 
