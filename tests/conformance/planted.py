@@ -274,12 +274,12 @@ def extend_does_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_handler_that_blocks_the_loop_past_its_lease_runs_once")
 def expiry_does_not_wait_for_renewals(patch: pytest.MonkeyPatch) -> None:
-    from qkit.native.queue.actor import QueueActor
+    from qkit.native.queue.queue import Queue
 
-    def fire(self: QueueActor) -> None:
+    def fire(self: Queue) -> None:
         self._expire()
 
-    patch.setattr(QueueActor, "_fire", fire)
+    patch.setattr(Queue, "_fire", fire)
 
 
 @fault("test_stop_wakes_a_parked_receive")

@@ -99,7 +99,7 @@ class TestCalls:
         """Whoever adds one decides: carried, or with a reason in this list."""
         own = {
             "attach",  # part of opening
-            "publish_reserved",  # takes what the engine's own loop has prepared
+            "publish_many",  # called by the backend, in the loop of the engine
         }
         by_hand = {"aclose", "consume", "publish"}
         coroutines = {
@@ -214,7 +214,7 @@ class TestCancelled:
         await elsewhere(give_up())
         actor = engine.catalogue.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
-        assert not actor._waiters.waiters
+        assert not actor.waiters.waiters
         await engine.publish("tasks", b"x")
         assert in_flight(engine) == 0
         delivery = await engine.consume("tasks")

@@ -27,6 +27,7 @@ from qkit.errors import (
     InvalidBody,
     LifecycleError,
     LogDamaged,
+    QueueError,
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent
@@ -36,13 +37,13 @@ from qkit.native.cross_thread import LoopPortal, callable_from_any_thread, get_i
 from qkit.native.delivery import Delivery
 from qkit.native.log.disk import Disk
 from qkit.native.log.record import Publish
-from qkit.native.queue.actor import QueueActor
 from qkit.native.queue.consumers import DEFAULT_PREFETCH, Consumer, Consumers
 from qkit.native.queue.dead_message import DeadMessage
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.topic import Topic
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange
 from qkit.native.storage.journal import Journal, PendingMessage
+from qkit.native.storage.replay import RecoveredMessage
 from qkit.native.storage.storage import Fsync, Storage
 
 __all__ = ["Engine"]
@@ -50,6 +51,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger("qkit.native")
 
 RESTORE_BATCH_SIZE: Final = 1_000
+MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
 MEMORY_LIMIT: Final = 64 << 20
 UNLIMITED: Final = QueueConfig(max_deliveries=None)
 
@@ -201,8 +203,7 @@ class Engine:
         for channel in self._channels.values():
             channel.close("the engine was closed")
         for actor in self.catalogue.all_actors():
-            if isinstance(actor, DurableActor):
-                actor.suspend()
+            actor.suspend()
         self._channels.clear()
         if self._storage is not None:
             await self._storage.close()
@@ -369,11 +370,24 @@ class Engine:
         """
         return await self.storage.import_bulk_files(self.catalogue.of_bulk_file, self._admit)
 
-    def _admit(self, messages: builtins.list[tuple[DurableActor, int, Publish]]) -> None:
+    def _admit(self, messages: builtins.list[tuple[Queue, int, Publish]]) -> None:
         for actor, seq, message in messages:
-            actor.import_message(seq, message)
+            self._import(actor, seq, message)
         for actor in {actor for actor, _, _ in messages}:
             actor.resume()
+
+    def _import(self, queue: Queue, seq: int, message: Publish) -> None:
+        """Add a message of a bulk file; a queue's limits do not hold for these."""
+        journal = self.storage.journal
+        if queue.lost is not None:
+            journal.forget(seq)
+            return
+        body = journal.body_to_keep(message.body)
+        recovered = RecoveredMessage(message, queue.number, seq, body)
+        recovered.at = message.at or self.clock.time()
+        recovered.priority = min(message.priority, queue.config.max_priority)
+        queue.state.published += 1
+        queue.restore(recovered)
 
     @callable_from_any_thread
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
@@ -434,15 +448,8 @@ class Engine:
         if self._journal is None:
             position = channel.put(now, message_id, body, own, key, priority, due, expires)
         else:
-            values = message_id, body, own, key, priority, due, expires
-            try:
-                if isinstance(channel, DurableActor):
-                    position = await self._journal.publish_one(channel, *values)
-                else:
-                    (position,) = await self._journal.publish((self.reserve(channel, *values),))
-            except BaseException:
-                channel.wake_capacity_waiters()  # its place, if it had one, is free again
-                raise
+            message = self._reserve(channel, message_id, body, own, key, priority, due, expires)
+            (position,) = await self._journal.publish((message,))
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
@@ -457,9 +464,46 @@ class Engine:
         finally:
             channel.wake_capacity_waiters()
 
-    def reserve(
+    async def publish_many(
+        self, queue: str, envelopes: Sequence[Envelope]
+    ) -> builtins.list[Sent | QueueError]:
+        """Add messages in order, as many as can be; an error in the place of each other."""
+        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
+        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
+            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
+            # let them have a turn to fetch and one to work for as many as they usually take.
+            for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
+                await asyncio.sleep(0)
+            channel = self.catalogue.find(queue, "publish")  # or it was deleted meanwhile
+        now = self._now()
+        offset = self.clock.time() - now  # wall time less monotonic time
+        results: builtins.list[Sent | QueueError] = []
+        pending: builtins.list[PendingMessage] = []
+        for item in envelopes:
+            due, expires = item.not_before, item.expires_at
+            headers = dict(item.headers) if item.headers else None
+            due = None if due is None else due - offset
+            expires = None if expires is None else expires - offset
+            values = item.id, item.body, headers, item.key, item.priority, due, expires
+            try:
+                if self._journal is None:
+                    results.append(Sent(item.id, channel.put(now, *values)))
+                else:
+                    pending.append(self._reserve(channel, *values))
+                    results.append(Sent(item.id))
+            except QueueError as error:
+                results.append(error)
+        if self._journal is not None and pending:
+            positions = iter(await self._journal.publish(pending))
+            results = [
+                item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
+                for item in results
+            ]
+        return results
+
+    def _reserve(
         self,
-        channel: QueueActor | Topic,
+        channel: Queue | Topic,
         id: str,
         body: bytes,
         headers: dict[str, str] | None,
@@ -468,32 +512,18 @@ class Engine:
         due: float | None,
         expires: float | None,
     ) -> PendingMessage:
-        """Reserve a place in every queue that gets a message; for ``publish_reserved``."""
-        actors: builtins.list[DurableActor] = []
+        """Reserve a place in every queue that gets a message; ``Journal.publish`` frees it."""
+        reserved: builtins.list[Queue] = []
         targets, headers = channel.targets(headers)
         try:
-            for actor in targets:
-                assert isinstance(actor, DurableActor)
-                actor.state.reserve(id, priority)
-                actors.append(actor)
+            for queue in targets:
+                queue.state.reserve(id, priority)
+                reserved.append(queue)
         except BaseException:
-            for actor in actors:
-                actor.state.unreserve()
+            for queue in reserved:
+                queue.state.unreserve()
             raise
-        return PendingMessage(id, body, headers, key, priority, due, expires, actors)
-
-    async def publish_reserved(
-        self, pending: Sequence[PendingMessage]
-    ) -> builtins.list[int | None]:
-        """Write messages to the log, then add them to their queues; their positions."""
-        assert self._journal is not None
-        try:
-            return await self._journal.publish(pending)
-        except BaseException:
-            for message in pending:  # their places are free again
-                for actor in message.actors:
-                    actor.wake_capacity_waiters()
-            raise
+        return PendingMessage(id, body, headers, key, priority, due, expires, targets)
 
     async def consume(
         self,
@@ -517,7 +547,7 @@ class Engine:
                 unwanted=_release_uncharged,
             )
         actor = self._channels.get(queue)
-        if not isinstance(actor, QueueActor):
+        if not isinstance(actor, Queue):
             actor = self.catalogue.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
         members = None if consumer is None else actor.registered(consumer)
@@ -526,16 +556,17 @@ class Engine:
             if not claimed:
                 break
             delivery = Delivery(actor, claimed[0])
-            if not actor.durable or (await actor.prepare(claimed) and delivery.held):
+            if actor.journal is None or (await actor.prepare(claimed) and delivery.held):
                 return delivery
-            actor.check_lost("consume")
+            if actor.lost is not None:
+                raise actor.lost_error("consume")
         if timeout == 0:
             return None
         return await self._wait(actor, timeout, lease, consumer, members)
 
     async def _wait(
         self,
-        actor: QueueActor,
+        actor: Queue,
         timeout: float | None,
         lease: float,
         consumer: str | None,
@@ -553,16 +584,20 @@ class Engine:
                         await members.wait(consumer)
                     elif claimed := actor.claim(self._now(), 1, lease, consumer):
                         delivery = Delivery(actor, claimed[0])
-                        if not actor.durable or (await actor.prepare(claimed) and delivery.held):
+                        if actor.journal is None or (
+                            await actor.prepare(claimed) and delivery.held
+                        ):
                             return delivery
                     else:
                         place = await actor.park(loop.create_future(), consumer, place=place)
-                    actor.check_lost("consume")
+                    if actor.lost is not None:
+                        raise actor.lost_error("consume")
         except ConsumerNotFound:
             actor.pass_wakeup_on()
             raise
         except TimeoutError:  # perhaps one came at the very end
-            actor.check_lost("consume")
+            if actor.lost is not None:
+                raise actor.lost_error("consume") from None
             if consumer is not None and members is not None:
                 members.prefetch(consumer, "consume")
             return await self.consume(actor.name, 0, lease, consumer, group=actor.group)
@@ -575,7 +610,7 @@ class Engine:
         """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
         self._callbacks.append(callback)
 
-    def route(self, actor: QueueActor, dead: builtins.list[DeadMessage]) -> None:
+    def route(self, actor: Queue, dead: builtins.list[DeadMessage]) -> None:
         """Move messages that died to their queue's dead letters; no queue knows another."""
         at = self.clock.time()
         offset = at - self._now()
@@ -637,12 +672,12 @@ class Engine:
         await self.written()
         return len(done)
 
-    async def _put(self, channel: QueueActor | Topic, item: Envelope) -> None:
+    async def _put(self, channel: Queue | Topic, item: Envelope) -> None:
         values = item.id, item.body, item.headers, item.key, item.priority, None, None
         if self._journal is None:
             channel.put(self._now(), *values)
         else:
-            await self.publish_reserved([self.reserve(channel, *values)])
+            await self._journal.publish([self._reserve(channel, *values)])
 
     @callable_from_any_thread
     async def purge_dead_letters(self, name: str) -> int:
@@ -652,10 +687,10 @@ class Engine:
         await self.written()
         return purged
 
-    def _letters(self, name: str) -> QueueActor | None:
+    def _letters(self, name: str) -> Queue | None:
         target = self.catalogue.find(name, "dead_letters").config.dead_letter
         channel = self._channels.get(target) if target is not None else None
-        return channel if isinstance(channel, QueueActor) else None
+        return channel if isinstance(channel, Queue) else None
 
 
 def _release_uncharged(delivery: Delivery | None) -> None:

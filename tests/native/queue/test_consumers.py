@@ -28,8 +28,9 @@ from qkit.errors import (
 )
 from qkit.native import Delivery as Taken
 from qkit.native import Engine
-from qkit.native.queue.actor import QueueActor
 from qkit.native.queue.consumers import Consumer
+from qkit.native.queue.queue import Queue
+from qkit.native.storage.journal import PendingMessage, unreserve
 from qkit.testing.clock import VirtualClock
 
 T = TypeVar("T")
@@ -53,14 +54,14 @@ async def passes(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> QueueActor:
+def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> Queue:
     return engine.catalogue.queue(queue, "test", group)
 
 
-def assert_nothing_left(actor: QueueActor) -> None:
+def assert_nothing_left(actor: Queue) -> None:
     """Nobody waits and nobody is on the way."""
-    assert not actor._waiters.waiters
-    assert not actor._waiters.woken
+    assert not actor.waiters.waiters
+    assert not actor.waiters.woken
     assert not actor._capacity_waiters.waiters
     assert not actor._capacity_waiters.woken
     assert actor.members is None or not actor.members._waiting
@@ -799,19 +800,14 @@ class TestWaitingForRoom:
             assert durable._journal is not None
             failing = asyncio.get_running_loop().create_future()
 
-            def refuse(actor: QueueActor, id: str, *_: object) -> Coroutine[Any, Any, None]:
-                actor.state.reserve(id, None)
-
-                async def answer() -> None:
-                    try:
-                        await failing
-                    finally:
-                        actor.state.unreserve()
-
-                return answer()
+            async def refuse(pending: list[PendingMessage]) -> None:
+                try:
+                    await failing
+                finally:
+                    unreserve(pending)
 
             with monkeypatch.context() as patch:
-                patch.setattr(durable._journal, "publish_one", refuse)
+                patch.setattr(durable._journal, "publish", refuse)
                 unlucky = await begin(durable.publish("tasks", b"unlucky"))
             waiting = await begin(durable.publish("tasks", b"lucky", wait=60))
             assert not waiting.done()

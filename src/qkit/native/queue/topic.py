@@ -10,7 +10,7 @@ from dataclasses import fields
 from qkit.backend import QueueStats
 from qkit.message import GROUP, Envelope
 from qkit.native.config import QueueConfig
-from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.queue import Queue
 
 __all__ = ["Topic"]
 
@@ -24,16 +24,16 @@ class Topic:
         self,
         name: str,
         config: QueueConfig,
-        new_group: Callable[[Topic, str], QueueActor],
+        new_group: Callable[[Topic, str], Queue],
         number: int = 0,
     ) -> None:
         self.name = name
         self.config = config
         self.number = number  # in the log of a durable engine
-        self.groups: dict[str, QueueActor] = {}
+        self.groups: dict[str, Queue] = {}
         self._new_group = new_group
 
-    def group(self, name: str) -> QueueActor:
+    def group(self, name: str) -> Queue:
         """The actor of a group, which receives from the first call on."""
         actor = self.groups.get(name)
         if actor is None:
@@ -70,7 +70,7 @@ class Topic:
 
     def targets(
         self, headers: dict[str, str] | None
-    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
         """Who gets a message with these headers, and with which ones."""
         if headers is None or GROUP not in headers:
             return list(self.groups.values()), headers
@@ -92,7 +92,7 @@ class Topic:
                     actor.wake_capacity_waiters()
                     waited = True
 
-    def _without_capacity(self, waited: bool) -> QueueActor | None:
+    def _without_capacity(self, waited: bool) -> Queue | None:
         for actor in self.groups.values():
             if actor.lost is None and (actor.state.full if waited else actor.capacity_reserved):
                 return actor

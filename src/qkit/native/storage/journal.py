@@ -13,6 +13,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
+from qkit.message import Envelope
 from qkit.native.log.encode import (
     encode_ack,
     encode_bulk_import,
@@ -35,7 +36,7 @@ from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.replay import Replay
 
-__all__ = ["Journal", "JournaledQueue", "PendingMessage"]
+__all__ = ["Journal", "JournaledQueue", "PendingMessage", "unreserve"]
 
 MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
 MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
@@ -80,105 +81,84 @@ class PendingMessage(NamedTuple):
     priority: int | None
     due: float | None
     expires: float | None
-    actors: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
+    queues: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
 
 
-class _Batch:
-    """Arrivals that were appended together, and the sender that waits for them."""
+_Call = tuple[Sequence[PendingMessage], "asyncio.Future[list[int | None]]"]
 
-    __slots__ = ("_contents", "_first", "_future", "_journal", "_pending")
 
-    def __init__(
+class WriteBatch:
+    """Messages of one turn of the loop: one append to the log, with one callback.
+
+    Args:
+        journal: The journal.
+        group_number: The log's group that the batch belongs to; while it is collected, more
+            messages may join.
+        first: The number of the first message.
+    """
+
+    __slots__ = ("_calls", "_first", "_group_number", "_journal", "_size", "contents")
+
+    def __init__(self, journal: Journal, group_number: int, first: int) -> None:
+        self._group_number = group_number
+        self._size = 0  # in bytes
+        self.contents: list[bytes] = []
+        self._journal = journal
+        self._first = first
+        self._calls: list[_Call] = []
+
+    def open(self, group_number: int) -> bool:
+        """Whether more messages may join: its group is still collected, and it is not too large."""
+        return group_number == self._group_number and self._size <= MAX_BATCH_BYTES
+
+    def add(
         self,
-        journal: Journal,
         pending: Sequence[PendingMessage],
-        contents: list[bytes],
-        first: int,
+        contents: Sequence[bytes],
         future: asyncio.Future[list[int | None]],
     ) -> None:
-        self._journal = journal
-        self._pending = pending
-        self._contents = contents
-        self._first = first  # the number of the first message
-        self._future = future
+        """Add the messages of one call, and the future of their positions."""
+        self.contents += contents
+        self._size += sum(map(len, contents))
+        self._calls.append((pending, future))
 
     def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Told by the log: hand the messages to their queues, also if the sender is gone."""
+        """Hand the written messages to their queues, also if their senders are gone."""
         if position is None:
-            for message in self._pending:
-                for actor in message.actors:
-                    actor.state.unreserve()
-                    actor.wake_capacity_waiters()
-            if not self._future.done() and error is not None:
-                self._future.set_exception(error)
-            return
-        journal = self._journal
-        now = journal.clock.monotonic()
-        contents = self._contents
-        places = [position] if len(contents) == 1 else positions(position, contents)
-        seq, at = self._first, 0
-        answers: list[int | None] = []
-        for message in self._pending:
-            ahead: int | None = None
-            if message.actors:
-                for actor in message.actors:
-                    actor.state.unreserve()
-                    journal.index.add(seq, places[at])
-                    ahead = actor.admit(now, *message[:7], seq)
-                    seq += 1
-                at += 1
-            answers.append(ahead if len(message.actors) == 1 else None)
-        if not self._future.done():
-            self._future.set_result(answers)
-
-
-_Waiting = tuple[
-    JournaledQueue,
-    str,
-    bytes,
-    "dict[str, str] | None",
-    "str | None",
-    "int | None",
-    "float | None",
-    "float | None",
-    "asyncio.Future[int | None]",
-]
-
-
-class _Together:
-    """Single messages of one turn of the loop: one batch of the log, and one callback."""
-
-    __slots__ = ("_first", "_journal", "contents", "group_number", "size", "waiting")
-
-    def __init__(self, journal: Journal, group_number: int) -> None:
-        self._journal = journal
-        self._first = journal.next_seq
-        self.group_number = group_number
-        self.size = 0
-        self.contents: list[bytes] = []
-        self.waiting: list[_Waiting] = []
-
-    def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Told by the log: hand each to its queue, also if its sender is gone."""
-        journal, seq = self._journal, self._first
-        if position is None:
-            for actor, *_, future in self.waiting:
-                actor.state.unreserve()
-                actor.wake_capacity_waiters()
-                if error is not None and not future.done():
-                    future.set_exception(error)
+            self._fail(error)
             return
         segment, offset = position
+        journal, seq = self._journal, self._first
         now, add = journal.clock.monotonic(), journal.index.add
-        for content, waiting in zip(self.contents, self.waiting, strict=True):
-            actor, id, body, headers, key, priority, due, expires, future = waiting
-            actor.state.unreserve()
-            add(seq, (segment, offset))
-            ahead = actor.admit(now, id, body, headers, key, priority, due, expires, seq)
+        sizes = map(len, self.contents)
+        for pending, future in self._calls:
+            answers: list[int | None] = []
+            for message in pending:
+                queues, ahead = message.queues, None
+                for queue in queues:
+                    queue.state.unreserve()
+                    add(seq, (segment, offset))
+                    ahead = queue.admit(now, *message[:7], seq)
+                    seq += 1
+                if queues:
+                    offset += FRAME_SIZE + next(sizes)
+                answers.append(ahead if len(queues) == 1 else None)
             if not future.done():
-                future.set_result(ahead)
-            seq += 1
-            offset += FRAME_SIZE + len(content)
+                future.set_result(answers)
+
+    def _fail(self, error: StorageError | None) -> None:
+        for pending, future in self._calls:
+            unreserve(pending)
+            if error is not None and not future.done():
+                future.set_exception(error)
+
+
+def unreserve(pending: Sequence[PendingMessage]) -> None:
+    """Free the places that were reserved for messages, and wake senders that wait for some."""
+    for message in pending:
+        for queue in message.queues:
+            queue.state.unreserve()
+            queue.wake_capacity_waiters()
 
 
 class Journal:
@@ -191,7 +171,7 @@ class Journal:
         self.next_seq = replay.last_seq + 1
         self.held = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
-        self._together: _Together | None = None  # messages that are about to leave
+        self._batch: WriteBatch | None = None  # that messages of this turn may join
         self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
         self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
@@ -199,102 +179,51 @@ class Journal:
     # Messages arrive
 
     def publish(self, pending: Sequence[PendingMessage]) -> asyncio.Future[list[int | None]]:
-        """Write messages, then hand them to their queues; the answer is their positions.
+        """Write messages, then hand them to their queues; the result is their positions.
 
-        Every place in a queue must have been reserved; it is given back here.
+        Every place in a queue must have been reserved; it is freed here. Messages of one turn of
+        the loop share a batch.
         """
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
-        offset = self.clock.time() - self.clock.monotonic()
-        first, self._together = self.next_seq, None  # numbers are given in the order of the log
-        contents: list[bytes] = []
+        first, log = self.next_seq, self.log
+        batch = self._batch
         try:
-            for message in pending:
-                if message.actors:
-                    contents.append(self._encode(message, offset))
+            contents = [self._encode(message) for message in pending if message.queues]
             if not contents:  # a topic without groups: nobody will ever read it
                 future.set_result([None] * len(pending))
                 return future
-            batch = _Batch(self, pending, contents, first, future)
-            self.log.append_with_callback(contents, batch.done)
+            if batch is None or not batch.open(log.group_number):
+                batch = WriteBatch(self, log.group_number, first)
+                batch.add(pending, contents, future)
+                log.append_with_callback(batch.contents, batch.done)
+                self._batch = batch
+            else:
+                batch.add(pending, contents, future)
         except BaseException:
             self.next_seq = first
-            for message in pending:
-                for actor in message.actors:
-                    actor.state.unreserve()
+            unreserve(pending)
             raise
         return future
 
-    def publish_one(
-        self,
-        actor: JournaledQueue,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-    ) -> asyncio.Future[int | None]:
-        """What ``publish`` does, for one message to one queue: nearly all of them.
-
-        Raises as ``QueueState.put`` does.
-        """
-        clock, state = self.clock, actor.state
-        now, at = clock.monotonic(), clock.time()
+    def _encode(self, message: PendingMessage) -> bytes:
+        id, body, headers, key, priority, due, expires, queues = message
+        seq, at = self.next_seq, self.clock.time()
+        offset = at - self.clock.monotonic()
         content = encode_publish(
-            actor.number,
-            self.next_seq,
-            id,
-            body,
-            priority=state.priority(priority),
-            at=at,
-            due=0.0 if due is None else due - now + at,
-            expires=0.0 if expires is None else expires - now + at,
-            key=key,
-            headers=headers,
-        )
-        state.reserve(id, priority)
-        future: asyncio.Future[int | None] = self._loop.create_future()
-        waiting = actor, id, body, headers, key, priority, due, expires, future
-        together = self._together
-        if (
-            together is None
-            or together.group_number != self.log.group_number
-            or together.size > MAX_BATCH_BYTES
-        ):
-            together = _Together(self, self.log.group_number)
-            together.contents.append(content)
-            try:
-                self.log.append_with_callback(together.contents, together.done)
-            except BaseException:
-                state.unreserve()
-                raise
-            self._together = together
-        else:
-            together.contents.append(content)
-        together.waiting.append(waiting)
-        together.size += len(content)
-        self.next_seq += 1
-        return future
-
-    def _encode(self, message: PendingMessage, offset: float) -> bytes:
-        id, body, headers, key, priority, due, expires, actors = message
-        seq = self.next_seq
-        content = encode_publish(
-            actors[0].number,
+            queues[0].number,
             seq,
             id,
             body,
-            priority=actors[0].state.priority(priority),
-            at=self.clock.time(),
+            priority=queues[0].state.priority(priority),
+            at=at,
             due=0.0 if due is None else due + offset,
             expires=0.0 if expires is None else expires + offset,
             key=key,
             headers=headers,
         )
-        self.next_seq = seq + len(actors)
-        if len(actors) > 1:
-            targets = [(actor.number, seq + at) for at, actor in enumerate(actors)]
+        self.next_seq = seq + len(queues)
+        if len(queues) > 1:
+            targets = [(queue.number, seq + at) for at, queue in enumerate(queues)]
             content = encode_fanout(targets, content)
         return content
 
@@ -320,7 +249,7 @@ class Journal:
     async def _import_chunk(
         self, chunk: list[tuple[Sequence[_Queue], bytes, Publish]]
     ) -> list[tuple[_Queue, int, Publish]]:
-        first, self._together = self.next_seq, None
+        first, self._batch = self.next_seq, None
         contents: list[bytes] = []
         arrived: list[tuple[_Queue, int, Publish]] = []
         for actors, content, message in chunk:
@@ -379,6 +308,22 @@ class Journal:
         self._note(encode_delete(number))
         self._forget(messages)
 
+    # What queues ask
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether records wait for space on the disk."""
+        return self.log.deferred_records > 0
+
+    @property
+    def reads_inline(self) -> bool:
+        """Whether bodies may be read in the event loop."""
+        return self.log.inline
+
+    def forget(self, seq: int) -> None:
+        """Forget where a message lies."""
+        self.index.forget(seq)
+
     # What happens to messages
 
     def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
@@ -412,16 +357,20 @@ class Journal:
         number: int,
         message: StoredMessage,
         target: int,
-        id: str,
-        body: bytes,
-        headers: dict[str, str],
-        key: str | None,
+        letter: Envelope,
         priority: int,
     ) -> int:
         """A message died and its letter enters the queue ``target``; return the letter's number."""
-        seq, self._together = self.next_seq, None
-        letter = encode_publish(
-            target, seq, id, body, priority=priority, at=self.clock.time(), key=key, headers=headers
+        seq, self._batch = self.next_seq, None
+        content = encode_publish(
+            target,
+            seq,
+            letter.id,
+            letter.body,
+            priority=priority,
+            at=self.clock.time(),
+            key=letter.key,
+            headers=letter.headers,
         )
 
         def done(position: Position | None, error: StorageError | None) -> None:
@@ -429,8 +378,8 @@ class Journal:
                 self.index.add(seq, position)
                 self._unwritten.pop(seq, None)
 
-        self._unwritten[seq] = body
-        self._note(encode_dead_letter_move(number, message.seq, letter), done)
+        self._unwritten[seq] = letter.body
+        self._note(encode_dead_letter_move(number, message.seq, content), done)
         self.next_seq = seq + 1
         self._forget((message,))
         return seq

@@ -27,7 +27,7 @@ from qkit.native.log.disk import Disk
 from qkit.native.log.log import SEGMENT_BYTES, Fsync, Log, storage_errors
 from qkit.native.log.record import Publish
 from qkit.native.log.retention import retention_lock
-from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.topic import Topic
 from qkit.native.storage.compaction import (
     CompactionPlan,
@@ -37,7 +37,6 @@ from qkit.native.storage.compaction import (
     plan,
     reindex,
 )
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange, history_of
 from qkit.native.storage.journal import Journal
 from qkit.native.storage.replay import RecoveredMessage, Replay
@@ -302,8 +301,8 @@ class Storage:
 
     async def import_bulk_files(
         self,
-        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
-        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+        channel: Callable[[str, Mapping[str, object]], Queue | Topic],
+        admit: Callable[[list[tuple[Queue, int, Publish]]], None],
     ) -> int:
         """Write the messages of every waiting bulk file to the log, then hand them to ``admit``.
 
@@ -325,10 +324,10 @@ class Storage:
     async def _import_job(
         self,
         job: str,
-        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
-        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+        channel: Callable[[str, Mapping[str, object]], Queue | Topic],
+        admit: Callable[[list[tuple[Queue, int, Publish]]], None],
     ) -> int:
-        messages: list[tuple[DurableActor, int, Publish]] = []
+        messages: list[tuple[Queue, int, Publish]] = []
         if job not in self._imported:
             await self._in_thread(check_bulk, self.path, job)
             messages = await self.journal.import_messages(job, self._chunks(job, channel))
@@ -338,19 +337,18 @@ class Storage:
         return len(messages)
 
     async def _chunks(
-        self, job: str, channel: Callable[[str, Mapping[str, object]], QueueActor | Topic]
-    ) -> AsyncGenerator[list[tuple[Sequence[DurableActor], bytes, Publish]], None]:
+        self, job: str, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
+    ) -> AsyncGenerator[list[tuple[Sequence[Queue], bytes, Publish]], None]:
         bulk = read_bulk(self.path, job)
         while chunk := await self._in_thread(lambda: list(islice(bulk, BULK_CHUNK_MESSAGES))):
-            messages: list[tuple[Sequence[DurableActor], bytes, Publish]] = []
+            messages: list[tuple[Sequence[Queue], bytes, Publish]] = []
             for queue, content, message, config in chunk:
                 target = channel(queue, config)
                 if message is None:
                     continue
                 targets, _ = target.targets(None)
-                actors = [actor for actor in targets if isinstance(actor, DurableActor)]
-                if actors:
-                    messages.append((actors, content, message))
+                if targets:
+                    messages.append((targets, content, message))
             if messages:
                 yield messages
 

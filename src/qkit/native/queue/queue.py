@@ -1,7 +1,8 @@
-"""The one owner of a queue's state: its waiting consumers and its one timer.
+"""``Queue``: one queue inside a running engine, the only owner of its state.
 
-Everything runs in the engine's event loop and nothing in here awaits between looking at the state
-and changing it, so a queue needs no lock and never waits for another queue.
+It has its waiting consumers, its one timer and, in a durable engine, the journal that records what
+happens. Everything runs in the engine's event loop and nothing in here awaits between looking at
+the state and changing it, so a queue needs no lock and never waits for another queue.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from random import Random
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, Final, Protocol
 
 from qkit._internal.clock import Clock
 from qkit.backend import QueueStats
-from qkit.errors import LogDamaged, SubscriptionLost
+from qkit.errors import LogDamaged, StorageError, SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
 from qkit.native.cross_thread import LoopPortal
@@ -26,7 +27,7 @@ from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.queue.wait_list import WaitList
 
-__all__ = ["EngineHooks", "QueueActor", "envelope_of"]
+__all__ = ["EngineHooks", "Queue", "QueueJournal", "envelope_of"]
 
 logger = logging.getLogger("qkit.native")
 
@@ -40,13 +41,100 @@ class EngineHooks(Protocol):
     clock: Clock
     portal: LoopPortal
 
-    def route(self, actor: QueueActor, dead: list[DeadMessage]) -> None:
+    def route(self, queue: Queue, dead: list[DeadMessage]) -> None:
         """Move messages that died to their dead letters; no queue knows another."""
         ...
 
     def dropped(self, envelopes: list[Envelope]) -> None:
         """A full dead-letter queue pushed these out."""
         ...
+
+
+class QueueJournal(Protocol):
+    """What a durable queue needs of its engine's journal."""
+
+    held: int
+    """Bytes of bodies in memory."""
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether records wait for space on the disk."""
+        ...
+
+    @property
+    def reads_inline(self) -> bool:
+        """Whether bodies may be read in the event loop."""
+        ...
+
+    def body_to_keep(self, body: bytes) -> bytes | None:
+        """Return the body if memory has room for it, else ``None``: it stays on the disk."""
+        ...
+
+    def forget(self, seq: int) -> None:
+        """Forget where a message lies: its queue is gone."""
+        ...
+
+    def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
+        """Record that messages were handed out."""
+        ...
+
+    def ack(self, number: int, message: StoredMessage) -> None:
+        """Record that the work on a message is done."""
+        ...
+
+    def release(
+        self, number: int, message: StoredMessage, due: float | None, headers: dict[str, str] | None
+    ) -> None:
+        """Record that a message was given back; ``due`` is monotonic."""
+        ...
+
+    def release_body(self, message: StoredMessage) -> None:
+        """Leave the body of a message that waits again on the disk, if memory is short."""
+        ...
+
+    def remove(self, number: int, entries: Sequence[WaitingMessage]) -> None:
+        """Record that messages were purged, dropped or removed."""
+        ...
+
+    def dead_letter(
+        self,
+        number: int,
+        message: StoredMessage,
+        target: int,
+        letter: Envelope,
+        priority: int,
+    ) -> int:
+        """Record that a message died and its letter entered another queue; return its number."""
+        ...
+
+    def load(self, messages: Iterable[StoredMessage]) -> list[bytes | None]:
+        """Read bodies, ``None`` for one that cannot be read any more. Blocking, for any thread."""
+        ...
+
+    def body(self, message: StoredMessage) -> bytes | None:
+        """Return a message's body, read if needed."""
+        ...
+
+    def written(self) -> asyncio.Future[None] | None:
+        """Return what to await until a crash of this process cannot undo what happened so far."""
+        ...
+
+
+class RestoredMessage(Protocol):
+    """A message as the log has it; times are wall times, 0 for none."""
+
+    id: str
+    body: bytes | None
+    headers: dict[str, str] | None
+    at: float
+    seq: int
+    priority: int
+    key: str | None
+    due: float
+    expires: float
+    attempt: int
+    held: bool
+    """Whether a consumer had it when the log ended."""
 
 
 class Subscriber(Protocol):
@@ -61,8 +149,22 @@ class Subscriber(Protocol):
         ...
 
 
-class QueueActor:
-    """A queue, or one group's share of a topic, inside a running engine, in memory."""
+class Queue:
+    """A queue, or one group's share of a topic, inside a running engine.
+
+    Its methods change the state at once. In a durable engine they also record the change, in the
+    same turn of the loop; a caller that must know that a crash cannot undo it awaits ``written``,
+    or ``prepare`` for what it claimed.
+
+    Args:
+        name: Name of the queue or topic.
+        config: Its limits.
+        hooks: The engine.
+        loop: The engine's loop.
+        group: The group of a topic.
+        journal: Records what happens; ``None`` in memory.
+        number: Identifies the queue in the journal.
+    """
 
     __slots__ = (
         "_armed_at",
@@ -72,20 +174,19 @@ class QueueActor:
         "_loop",
         "_random",
         "_timer",
-        "_waiters",
         "config",
         "consumers",
         "group",
+        "journal",
         "lost",
         "members",
         "name",
+        "number",
         "portal",
         "state",
         "subscribed",
+        "waiters",
     )
-
-    durable: ClassVar[bool] = False
-    """Whether what happens must be awaited until it is written: ``prepare`` and ``written``."""
 
     def __init__(
         self,
@@ -95,9 +196,13 @@ class QueueActor:
         hooks: EngineHooks,
         loop: asyncio.AbstractEventLoop,
         group: str | None = None,
+        journal: QueueJournal | None = None,
+        number: int = 0,
     ) -> None:
         self.name = name
         self.group = group
+        self.journal = journal
+        self.number = number
         self.config = config
         self.state = QueueState(
             name,
@@ -114,7 +219,7 @@ class QueueActor:
         self._hooks = hooks
         self._clock = hooks.clock
         self._loop = loop
-        self._waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
+        self.waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
         self._capacity_waiters = EMPTY_WAIT_LIST  # senders that wait for room
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
@@ -136,7 +241,7 @@ class QueueActor:
 
     def targets(
         self, headers: dict[str, str] | None
-    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
         """Who gets a message with these headers, and with which ones."""
         return (self,), headers
 
@@ -158,7 +263,7 @@ class QueueActor:
         if state.evicted:
             evicted, state.evicted = state.evicted, ()
             self._evict(evicted)
-        if self._waiters.waiters and position is not None:
+        if self.waiters.waiters and position is not None:
             self.wake()
         if due is not None or expires is not None:
             self._rearm()
@@ -167,8 +272,21 @@ class QueueActor:
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[StoredMessage]:
-        """Lease what is ready; see ``QueueState.claim``."""
-        state, waiters = self.state, self._waiters
+        """Lease what is ready; see ``QueueState.claim``.
+
+        A durable queue records the count of the attempt before anything is handed out. Raises
+        ``StorageError`` while the disk is full: each message that is handed out and given back
+        would be two more records.
+        """
+        state, waiters, journal = self.state, self.waiters, self.journal
+        if journal is not None and journal.disk_full:
+            self.wake()  # the consumer that was woken for this message has not taken it
+            raise StorageError(
+                "nothing is delivered while the disk is full: free some space",
+                backend="native",
+                operation="consume",
+                queue=self.name,
+            )
         if limit > 1 and (waiters.waiters or waiters.woken):
             # Others wait as well: leave them their share of what is there.
             waiting = 1 + len(waiters.woken) + len(waiters.waiters)
@@ -182,20 +300,73 @@ class QueueActor:
             # Whoever is woken takes what it can and wakes the next one for the rest, so that as
             # long as messages are ready and consumers parked, a wake-up is under way.
             self.pass_wakeup_on()
+        if journal is not None and claimed:
+            journal.claim(self.number, claimed)
         return claimed
 
     async def prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
-        """Wait until claimed messages may be handed out; those that can be."""
+        """Wait until the claim is written, and read the bodies that were left on the disk.
+
+        If that fails or is cancelled the messages go back, with no attempt charged.
+        """
+        journal = self.journal
+        if journal is None:
+            return claimed
+        tokens = [message.state for message in claimed]
+        try:
+            missing = [(m.state, m) for m in claimed if m.body is None]
+            written = journal.written()
+            if missing:
+                await self._load(journal, missing)
+            if written is not None:
+                await written
+        except BaseException:
+            for token in tokens:
+                if self.state.holds(token):
+                    self.release(token, count_attempt=False)
+            raise
+        if missing:
+            return [message for message in claimed if message.body is not None]
         return claimed
+
+    async def _load(self, journal: QueueJournal, missing: list[tuple[int, StoredMessage]]) -> None:
+        messages = [message for _, message in missing]
+        if journal.reads_inline:
+            bodies = journal.load(messages)
+        else:
+            bodies = await asyncio.to_thread(journal.load, messages)
+        for (token, message), body in zip(missing, bodies, strict=True):
+            if self.lost is not None or not self.state.holds(token) or message.body is not None:
+                continue  # its lease ended, and another delivery may have read it meanwhile
+            if body is None:
+                self._drop_unreadable(token, message)
+            else:
+                message.body = body
+                journal.held += len(body)
+
+    def _drop_unreadable(self, token: int, message: StoredMessage) -> None:
+        logger.error(
+            "message %s of %r cannot be read from the log any more and is left out; open the "
+            "directory with repair=True to see what is damaged",
+            message.id,
+            self.name,
+        )
+        self.state.drop_unreadable(token)
+        self._freed()
 
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
+        written = None if self.journal is None else self.journal.written()
+        if written is not None:
+            await written
 
     def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message; see ``QueueState.ack``."""
         message = self.state.ack(token)
         if self._capacity_waiters.waiters or self.members is not None:
             self._freed()
+        if self.journal is not None and self.lost is None:
+            self.journal.ack(self.number, message)
         return message
 
     def release(
@@ -207,11 +378,18 @@ class QueueActor:
         headers: dict[str, str] | None = None,
     ) -> bool:
         """Give a held message back; see ``QueueState.release``."""
-        alive = self.state.release(
-            self._clock.monotonic(), token, delay, count_attempt=count_attempt, headers=headers
-        )
+        journal, message = self.journal, None
+        if journal is not None and self.lost is None:
+            message = self.state.lease(token)
+        before = None if message is None else message.headers
+        now = self._clock.monotonic()
+        alive = self.state.release(now, token, delay, count_attempt=count_attempt, headers=headers)
         self._route_dead_and_wake(self.state.take_dead())
         self._rearm()
+        if journal is not None and message is not None and alive:
+            changed = headers if headers is not None and headers != (before or {}) else None
+            due = now + delay if delay > 0 else None
+            journal.release(self.number, message, due, changed)
         return alive
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
@@ -244,25 +422,96 @@ class QueueActor:
         self._freed()
         return len(removed)
 
-    # What a durable queue does more
+    # Durable queues
 
-    def on_leases_ended(self, messages: Sequence[StoredMessage]) -> None:
-        """Called with messages that wait again because their leases ended."""
+    def restore(self, message: RestoredMessage) -> None:
+        """Take back a message that the log has. A lease does not outlive its engine."""
+        now, wall = self._clock.monotonic(), self._clock.time()
+        since = now - max(0.0, wall - message.at)
+        stored = self.state.restore(
+            now,
+            (message.id, message.body, message.headers, since, message.seq),
+            priority=message.priority,
+            key=message.key,
+            due=message.due - wall + now if message.due else None,
+            expires=message.expires - wall + now if message.expires else None,
+            attempt=message.attempt,
+        )
+        limit = self.config.max_deliveries
+        if message.held and stored is not None and limit is not None and stored.attempt >= limit:
+            self.state.dead_letter_restored(stored)  # it may be what ended the engine
+
+    def resume(self) -> None:
+        """Do what is due, after every message was taken back."""
+        self._route_dead_and_wake(self.state.take_dead())
+        self._rearm()
+
+    def suspend(self) -> None:
+        """Record that the engine is closed: what consumers hold was not ended by a crash."""
+        if self.journal is not None:
+            for message in self.state.held():
+                self.journal.release(self.number, message, None, None)
+
+    def admit(
+        self,
+        now: float,
+        id: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        key: str | None,
+        priority: int | None,
+        due: float | None,
+        expires: float | None,
+        seq: int,
+    ) -> int | None:
+        """Add a message that was written; return its position in the queue."""
+        assert self.journal is not None
+        if self.lost is not None:
+            self.journal.forget(seq)
+            return None
+        kept = self.journal.body_to_keep(body)
+        return self.put(now, id, kept, headers, key, priority, due, expires, seq)
 
     def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
-        """Called with messages that have left the queue for good."""
+        """Record that messages have left the queue for good."""
+        if messages and self.journal is not None and self.lost is None:
+            self.journal.remove(self.number, messages)
 
-    def move_to_dead_letters(
-        self, message: StoredMessage, target: QueueActor, letter: Envelope
-    ) -> None:
-        """Add the dead letter of a message that left this queue to ``target``."""
-        target.put(self._clock.monotonic(), letter.id, letter.body, letter.headers, letter.key)
+    def move_to_dead_letters(self, message: StoredMessage, target: Queue, letter: Envelope) -> None:
+        """Add the dead letter of a message that left this queue to ``target``.
+
+        In the journal that is one record.
+        """
+        now, journal = self._clock.monotonic(), self.journal
+        if journal is None:
+            target.put(now, letter.id, letter.body, letter.headers, letter.key)
+        elif self.lost is None:
+            priority = target.state.priority(None)
+            seq = journal.dead_letter(self.number, message, target.number, letter, priority)
+            body = journal.body_to_keep(letter.body)
+            target.put(now, letter.id, body, letter.headers, letter.key, priority, seq=seq)
 
     def envelope(
         self, message: StoredMessage, offset: float, not_before: float | None = None
     ) -> Envelope:
-        """A message as it leaves the engine; see ``envelope_of``."""
-        return envelope_of(message, offset, not_before)
+        """Return a message as it leaves the engine, its body read if needed.
+
+        Raises ``LogDamaged`` if the body cannot be read any more.
+        """
+        envelope = envelope_of(message, offset, not_before)
+        if message.body is None and self.journal is not None:
+            body = self.journal.body(message)
+            if body is None:
+                raise LogDamaged(
+                    "the body of a message cannot be read from the log any more: open the "
+                    "directory with repair=True to see what is damaged",
+                    backend="native",
+                    operation="read",
+                    queue=self.name,
+                    message_id=message.id,
+                )
+            envelope.body = body
+        return envelope
 
     def _evict(self, messages: Sequence[StoredMessage]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
@@ -317,12 +566,14 @@ class QueueActor:
         """Route the dead, and wake consumers for what became ready."""
         if self.state.returned:
             returned, self.state.returned = self.state.returned, []
-            self.on_leases_ended(returned)
+            if self.journal is not None:
+                for message in returned:  # they wait again: their bodies may stay on the disk
+                    self.journal.release_body(message)
         if dead:
             self._route_dead(dead)
         elif self.members is not None:
             self._freed()
-        for _ in range(min(self.state.ready, len(self._waiters.waiters))):
+        for _ in range(min(self.state.ready, len(self.waiters.waiters))):
             self.wake()
 
     @property
@@ -373,9 +624,9 @@ class QueueActor:
 
         When another consumer was quicker, the returned ``place`` is where to wait on.
         """
-        if self._waiters is EMPTY_WAIT_LIST:
-            self._waiters = WaitList(self.pass_wakeup_on)
-        return self._waiters.wait(waiter, consumer, place)
+        if self.waiters is EMPTY_WAIT_LIST:
+            self.waiters = WaitList(self.pass_wakeup_on)
+        return self.waiters.wait(waiter, consumer, place)
 
     def unpark(self, waiter: asyncio.Future[None]) -> None:
         """Wake this waiter although there may be nothing for it."""
@@ -388,28 +639,23 @@ class QueueActor:
     def _unpark(
         self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
     ) -> None:
-        places = self._waiters.waiters
+        places = self.waiters.waiters
         for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
-            self._waiters.wake(at)
-
-    @property
-    def woken(self) -> bool:
-        """Whether a parked consumer was told to look and has not come to it yet."""
-        return bool(self._waiters.woken)
+            self.waiters.wake(at)
 
     def wake(self) -> None:
         """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
-        while self._waiters.waiters and not self._waiters.wake(self._choose()):
+        while self.waiters.waiters and not self.waiters.wake(self._choose()):
             pass  # that one was just cancelled
 
     def _choose(self) -> int:
-        places = self._waiters.waiters
+        places = self.waiters.waiters
         if len(places) == 1 or self.config.balance == "round_robin":
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))
         # Whoever was called will hold one more.
-        coming = Counter(self._waiters.woken.values())
+        coming = Counter(self.waiters.woken.values())
         loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
         return loads.index(min(loads))
 
@@ -423,12 +669,10 @@ class QueueActor:
         if self.state.ready:
             self.wake()
 
-    def check_lost(self, operation: str) -> None:
-        """Raise ``SubscriptionLost`` if the queue was deleted or the engine closed."""
-        if self.lost is not None:
-            raise SubscriptionLost(
-                self.lost, backend="native", operation=operation, queue=self.name
-            )
+    def lost_error(self, operation: str) -> SubscriptionLost:
+        """Return the error of a queue that was deleted or whose engine was closed."""
+        reason = self.lost or "the queue is gone"
+        return SubscriptionLost(reason, backend="native", operation=operation, queue=self.name)
 
     def close(self, reason: str) -> None:
         """Stop the timer and let every parked consumer go; ``reason`` says why."""
@@ -442,7 +686,7 @@ class QueueActor:
         if self.members is not None:
             self.members.close()
         self._capacity_waiters.wake_all()
-        self._waiters.wake_all()
+        self.waiters.wake_all()
 
     # Time
 
