@@ -265,6 +265,43 @@ class Engine:
         self.catalogue.create(name, config)
         await self.written()
 
+    async def declare(
+        self,
+        name: str,
+        fields: Mapping[str, object],
+        *,
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
+        """Make sure that a queue exists, and set fields of its ``QueueConfig``; the last call wins.
+
+        Unlike ``create`` it does not check the name, and a queue may be declared in several ways.
+
+        Args:
+            name: Name of the queue or topic.
+            fields: What to set.
+            defaults: What to set where no declaration has set anything.
+
+        Raises:
+            ConfigError: It exists as the other kind.
+        """
+        self.catalogue.declare(name, fields, defaults=defaults)
+        await self.written()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._channels
+
+    def check_exists(self, name: str, operation: str) -> None:
+        """Raise ``QueueNotFound`` unless the queue or topic exists."""
+        self.catalogue.find(name, operation)
+
+    def queue(self, name: str, operation: str, group: str | None = None) -> Queue:
+        """Return a queue, or a group's share of a topic; the group is declared by this.
+
+        For callers in the engine's own loop. Raises ``QueueNotFound``; ``Unsupported`` for a topic
+        without ``group``.
+        """
+        return self.catalogue.queue(name, operation, group)
+
     @callable_from_any_thread
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
@@ -448,7 +485,8 @@ class Engine:
         if self._journal is None:
             position = channel.put(now, message_id, body, own, key, priority, due, expires)
         else:
-            message = self._reserve(channel, message_id, body, own, key, priority, due, expires)
+            queues, own = channel.reserve(message_id, own, priority)
+            message = PendingMessage(message_id, body, own, key, priority, due, expires, queues)
             (position,) = await self._journal.publish((message,))
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
@@ -469,61 +507,40 @@ class Engine:
     ) -> builtins.list[Sent | QueueError]:
         """Add messages in order, as many as can be; an error in the place of each other."""
         channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
-        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
+        if channel.consumers and channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
             # Nothing below waits for anything, so a loop of sends would starve its own consumers:
             # let them have a turn to fetch and one to work for as many as they usually take.
             for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
                 await asyncio.sleep(0)
             channel = self.catalogue.find(queue, "publish")  # or it was deleted meanwhile
-        now = self._now()
+        now, journal = self._now(), self._journal
         offset = self.clock.time() - now  # wall time less monotonic time
         results: builtins.list[Sent | QueueError] = []
         pending: builtins.list[PendingMessage] = []
         for item in envelopes:
+            id, body, priority, key = item.id, item.body, item.priority, item.key
             due, expires = item.not_before, item.expires_at
-            headers = dict(item.headers) if item.headers else None
             due = None if due is None else due - offset
             expires = None if expires is None else expires - offset
-            values = item.id, item.body, headers, item.key, item.priority, due, expires
+            headers = dict(item.headers) if item.headers else None
+            position = None
             try:
-                if self._journal is None:
-                    results.append(Sent(item.id, channel.put(now, *values)))
+                if journal is None:
+                    position = channel.put(now, id, body, headers, key, priority, due, expires)
                 else:
-                    pending.append(self._reserve(channel, *values))
-                    results.append(Sent(item.id))
+                    queues, headers = channel.reserve(id, headers, priority)
+                    pending.append(
+                        PendingMessage(id, body, headers, key, priority, due, expires, queues)
+                    )
+                results.append(Sent(id, position))
             except QueueError as error:
                 results.append(error)
-        if self._journal is not None and pending:
-            positions = iter(await self._journal.publish(pending))
-            results = [
-                item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
-                for item in results
-            ]
+        if journal is not None and pending:
+            positions = iter(await journal.publish(pending))
+            for at, sent in enumerate(results):
+                if isinstance(sent, Sent):
+                    results[at] = Sent(sent.message_id, next(positions))
         return results
-
-    def _reserve(
-        self,
-        channel: Queue | Topic,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-    ) -> PendingMessage:
-        """Reserve a place in every queue that gets a message; ``Journal.publish`` frees it."""
-        reserved: builtins.list[Queue] = []
-        targets, headers = channel.targets(headers)
-        try:
-            for queue in targets:
-                queue.state.reserve(id, priority)
-                reserved.append(queue)
-        except BaseException:
-            for queue in reserved:
-                queue.state.unreserve()
-            raise
-        return PendingMessage(id, body, headers, key, priority, due, expires, targets)
 
     async def consume(
         self,
@@ -555,9 +572,10 @@ class Engine:
             claimed = actor.claim(self._now(), 1, lease, consumer)
             if not claimed:
                 break
-            delivery = Delivery(actor, claimed[0])
-            if actor.journal is None or (await actor.prepare(claimed) and delivery.held):
-                return delivery
+            if actor.journal is not None:
+                claimed = await actor.prepare(claimed)
+            if claimed:
+                return Delivery(actor, claimed[0])
             if actor.lost is not None:
                 raise actor.lost_error("consume")
         if timeout == 0:
@@ -572,26 +590,24 @@ class Engine:
         consumer: str | None,
         members: Consumers | None,
     ) -> Delivery | None:
-        loop, place, counted = self._own_loop(), 0, members is None  # a registered one is counted
+        def free() -> int:
+            # Once registered it must stay so: this raises when it was unregistered.
+            nonlocal members
+            members = members or actor.registered(consumer)
+            return int(members is None or consumer is None or members.has_capacity(consumer))
+
+        counted = members is None  # a registered one is counted
         actor.consumers += counted
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    # Once registered it must stay so: this raises when it was unregistered.
-                    members = members or actor.registered(consumer)
-                    if consumer is not None and members and not members.has_capacity(consumer):
-                        actor.pass_wakeup_on()  # it may have been woken for a message
-                        await members.wait(consumer)
-                    elif claimed := actor.claim(self._now(), 1, lease, consumer):
-                        delivery = Delivery(actor, claimed[0])
-                        if actor.journal is None or (
-                            await actor.prepare(claimed) and delivery.held
-                        ):
-                            return delivery
-                    else:
-                        place = await actor.park(loop.create_future(), consumer, place=place)
-                    if actor.lost is not None:
-                        raise actor.lost_error("consume")
+                    claimed = await actor.take(1, lease, consumer, free, "consume")
+                    if claimed:
+                        ready = await actor.prepare(claimed)
+                        if ready:
+                            return Delivery(actor, ready[0])
+                    elif members is not None and consumer is not None:
+                        await members.wait(consumer)  # it holds all it may
         except ConsumerNotFound:
             actor.pass_wakeup_on()
             raise
@@ -673,11 +689,13 @@ class Engine:
         return len(done)
 
     async def _put(self, channel: Queue | Topic, item: Envelope) -> None:
-        values = item.id, item.body, item.headers, item.key, item.priority, None, None
+        id, body, headers, key, priority = item.id, item.body, item.headers, item.key, item.priority
         if self._journal is None:
-            channel.put(self._now(), *values)
+            channel.put(self._now(), id, body, headers, key, priority)
         else:
-            await self._journal.publish([self._reserve(channel, *values)])
+            queues, own = channel.reserve(id, headers, priority)
+            message = PendingMessage(id, body, own, key, priority, None, None, queues)
+            await self._journal.publish((message,))
 
     @callable_from_any_thread
     async def purge_dead_letters(self, name: str) -> int:

@@ -28,9 +28,9 @@ from qkit.errors import (
 )
 from qkit.native import Delivery as Taken
 from qkit.native import Engine
+from qkit.native.log.writer import AppendCallback
 from qkit.native.queue.consumers import Consumer
 from qkit.native.queue.queue import Queue
-from qkit.native.storage.journal import PendingMessage, unreserve
 from qkit.testing.clock import VirtualClock
 
 T = TypeVar("T")
@@ -798,20 +798,14 @@ class TestWaitingForRoom:
         async with await Engine.open(tmp_path, clock=clock) as durable:
             await durable.create("tasks", max_depth=1)
             assert durable._journal is not None
-            failing = asyncio.get_running_loop().create_future()
-
-            async def refuse(pending: list[PendingMessage]) -> None:
-                try:
-                    await failing
-                finally:
-                    unreserve(pending)
-
+            writer, held = durable._journal.writer, list[AppendCallback]()
             with monkeypatch.context() as patch:
-                patch.setattr(durable._journal, "publish", refuse)
+                patch.setattr(writer, "append_with_callback", lambda _, done: held.append(done))
                 unlucky = await begin(durable.publish("tasks", b"unlucky"))
             waiting = await begin(durable.publish("tasks", b"lucky", wait=60))
             assert not waiting.done()
-            failing.set_exception(StorageError("no space"))
+            writer.group_number += 1  # as after the attempt to write it
+            held[0](None, StorageError("no space"))
             with pytest.raises(StorageError):
                 await unlucky
             await passes()

@@ -82,9 +82,9 @@ class NativeBackend:
         ``QueueNotFound`` when it does not exist.
         """
         if spec.passive:
-            self._engine.catalogue.find(spec.name, "declare")
+            self._engine.check_exists(spec.name, "declare")
             return
-        if spec.again and spec.name in self._engine.catalogue.channels:
+        if spec.again and spec.name in self._engine:
             return
         if spec.replicas > 1:
             raise ConfigError(
@@ -105,20 +105,22 @@ class NativeBackend:
         values = {field: value for field, value in values.items() if value is not None}
         letters = {"dead_letter": spec.dead_letter}
         if spec.consumed:
-            self._engine.catalogue.declare(spec.name, values | letters)
+            await self._engine.declare(spec.name, values | letters)
         else:
-            self._engine.catalogue.declare(spec.name, values, defaults=letters)
-        await self._engine.written()
+            await self._engine.declare(spec.name, values, defaults=letters)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         results = await self._engine.publish_many(queue, envelopes)
-        errors = [result for result in results if isinstance(result, QueueError)]
-        if errors:
-            for error in errors:
-                error.located(backend=self.name)
+        sent: list[Sent] = []
+        for result in results:
+            if isinstance(result, QueueError):
+                result.located(backend=self.name)
+            else:
+                sent.append(result)
+        if len(sent) < len(results):
             raise PartialSend.of(results, backend=self.name, queue=queue)
-        return results  # type: ignore[return-value]  # no error among them
+        return sent
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
@@ -128,16 +130,14 @@ class NativeBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[NativeSubscription, None]:
-        actor = self._engine.catalogue.queue(spec.queue, "subscribe", spec.group)
-        subscription = NativeSubscription(actor, spec, self._clock)
+        queue = self._engine.queue(spec.queue, "subscribe", spec.group)
+        subscription = NativeSubscription(queue, spec, self._clock)
         await self._engine.written()  # of the group, if it is new
-        actor.consumers += 1
-        actor.subscribed.append(subscription)
+        queue.subscribe(subscription)
         try:
             yield subscription
         finally:
-            actor.subscribed.remove(subscription)
-            actor.consumers -= 1
+            queue.unsubscribe(subscription)
             await subscription.stop()
             subscription.release_uncharged()
 

@@ -26,7 +26,6 @@ class NativeSubscription:
         "_consumer",
         "_held",
         "_lease",
-        "_parked",
         "_prefetch",
         "_queue",
         "_stopped",
@@ -39,7 +38,6 @@ class NativeSubscription:
         self._prefetch = spec.prefetch
         self._lease = _or(spec.ack_deadline, queue.config.ack_deadline)
         self._held: set[int] = set()
-        self._parked: set[asyncio.Future[None]] = set()  # waiting for a message
         self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
         self._stopped = False
 
@@ -48,58 +46,54 @@ class NativeSubscription:
 
         Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
         """
-        if self._queue.waiters.woken and not self._stopped:
-            # Others were woken for what is there. Who asks again and again without a pause would
-            # take it all before they come to it.
+        queue = self._queue
+        if queue.waiters.woken and not self._stopped:
+            # Others were woken for what is there. A receiver that asks again and again without a
+            # pause would take it all before they run.
             await asyncio.sleep(0)
-        place = 0
         while not self._stopped:
-            if self._queue.lost is not None:
-                raise self._queue.lost_error("receive")
-            free = min(limit, self._prefetch - len(self._held))
-            if free > 0:
-                try:
-                    claimed = self._queue.claim(
-                        self._clock.monotonic(), free, self._lease, self._consumer
-                    )
-                except StorageError as error:
-                    raise self._refused(error) from error
-                if claimed:
-                    for message in claimed:
-                        self._held.add(message.state)
-                    if self._queue.journal is not None:
-                        claimed = await self._prepare(claimed)
-                    return self._deliveries(claimed)
-                place = await self._wait(self._parked, place)
-            else:
-                # Whoever took its last slot has passed on any wake-up: see Queue.claim.
-                await self._wait(self._blocked)
-        self._queue.pass_wakeup_on()  # it may have been woken for a message and then stopped
+            try:
+                claimed = await queue.take(limit, self._lease, self._consumer, self._free)
+                if claimed and queue.journal is not None:
+                    claimed = await self._prepare(claimed)
+            except StorageError as error:
+                raise self._refused(error) from error
+            if not claimed:
+                if self._free() <= 0 and not self._stopped:
+                    await self._wait_for_slot()
+                continue
+            offset = self._clock.time() - self._clock.monotonic()
+            deliveries: list[Delivery] = []
+            for message in claimed:
+                self._held.add(message.state)
+                envelope = envelope_of(message, offset)
+                deliveries.append(Delivery(envelope, queue.name, message.state, self._lease))
+            return deliveries
         return []
 
-    async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
+    def _free(self) -> int:
+        return 0 if self._stopped else self._prefetch - len(self._held)
+
+    async def _wait_for_slot(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
-        among.add(waiter)
+        self._blocked.add(waiter)
         try:
-            if among is self._parked:
-                return await self._queue.park(waiter, self._consumer, place=place)
             await waiter
-            return place
         finally:
-            among.discard(waiter)
+            self._blocked.discard(waiter)
 
     async def _prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
-        """Wait until what was claimed may be handed out; return it without what was lost."""
+        """Wait until what was claimed may be handed out; meanwhile it takes its slots."""
         tokens = [message.state for message in claimed]
+        self._held.update(tokens)
         try:
-            await self._queue.prepare(claimed)
-        except BaseException as error:
+            ready = await self._queue.prepare(claimed)
+        except BaseException:
             self._held.difference_update(tokens)
-            if isinstance(error, StorageError):
-                raise self._refused(error) from error
             raise
-        held = zip(tokens, claimed, strict=True)
-        return [message for token, message in held if message.state == token]
+        if len(ready) < len(claimed):
+            self.refresh()
+        return ready
 
     def _refused(self, error: StorageError) -> SubscriptionLost:
         return SubscriptionLost(
@@ -108,15 +102,6 @@ class NativeSubscription:
             operation="receive",
             queue=self._queue.name,
         )
-
-    def _deliveries(self, claimed: list[StoredMessage]) -> list[Delivery]:
-        clock, name, lease = self._clock, self._queue.name, self._lease
-        offset = clock.time() - clock.monotonic()
-        deliveries: list[Delivery] = []
-        for message in claimed:
-            envelope = envelope_of(message, offset)
-            deliveries.append(Delivery(envelope, name, message.state, lease))
-        return deliveries
 
     def listed(self) -> Consumer:
         """How the engine lists this consumer."""
@@ -164,8 +149,7 @@ class NativeSubscription:
         """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
         self._stopped = True
         self._wake_blocked()
-        for waiter in self._parked:
-            self._queue.unpark(waiter)
+        self._queue.wake_consumer(self._consumer)
 
     def refresh(self) -> None:
         """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""

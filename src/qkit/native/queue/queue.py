@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from qkit._internal.clock import Clock
 from qkit.backend import QueueStats
@@ -36,7 +36,7 @@ EMPTY_WAIT_LIST: Final = WaitList(lambda: None)
 
 
 class EngineHooks(Protocol):
-    """What an actor needs of its engine."""
+    """What a queue needs of its engine."""
 
     clock: Clock
     portal: LoopPortal
@@ -242,14 +242,24 @@ class Queue:
     def targets(
         self, headers: dict[str, str] | None
     ) -> tuple[Sequence[Queue], dict[str, str] | None]:
-        """Who gets a message with these headers, and with which ones."""
+        """Return the queues that get a message with these headers, and its headers there."""
+        return (self,), headers
+
+    def reserve(
+        self, id: str, headers: dict[str, str] | None, priority: int | None
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
+        """Reserve a place for a message, which ``Journal.publish`` frees; return its ``targets``.
+
+        Raises ``InvalidPriority`` and ``QueueFull``.
+        """
+        self.state.reserve(id, priority)
         return (self,), headers
 
     def put(
         self,
         now: float,
         id: str,
-        body: bytes | None,
+        body: bytes,
         headers: dict[str, str] | None = None,
         key: str | None = None,
         priority: int | None = None,
@@ -257,9 +267,18 @@ class Queue:
         expires: float | None = None,
         seq: int = 0,
     ) -> int | None:
-        """Add a message and wake a consumer for it; see ``QueueState.put``."""
-        state = self.state
-        position = state.put(now, id, body, headers, key, priority, due, expires, seq)
+        """Add a message and wake a consumer for it; see ``QueueState.put``.
+
+        In a durable engine it has been written: ``seq`` is its number in the log.
+        """
+        state, journal = self.state, self.journal
+        kept: bytes | None = body
+        if journal is not None:
+            if self.lost is not None:
+                journal.forget(seq)
+                return None
+            kept = journal.body_to_keep(body)
+        position = state.put(now, id, kept, headers, key, priority, due, expires, seq)
         if state.evicted:
             evicted, state.evicted = state.evicted, ()
             self._evict(evicted)
@@ -268,6 +287,45 @@ class Queue:
         if due is not None or expires is not None:
             self._rearm()
         return position
+
+    async def take(
+        self,
+        limit: int,
+        lease: float,
+        consumer: str | None,
+        free: Callable[[], int],
+        operation: str = "receive",
+    ) -> list[StoredMessage]:
+        """Claim messages as soon as there are any; safe to cancel. Call ``prepare`` with them.
+
+        Args:
+            limit: How many to claim at most.
+            lease: How long they are leased, in seconds.
+            consumer: Name of the consumer, if it has one.
+            free: Returns how many more messages the consumer may hold now.
+            operation: Named in the error.
+
+        Returns:
+            The messages; none when ``free`` returned none.
+
+        Raises:
+            SubscriptionLost: The queue was deleted or the engine closed.
+            StorageError: The disk is full.
+        """
+        place = 0
+        while self.lost is None:
+            slots = free()
+            if slots <= 0:
+                self.pass_wakeup_on()  # it may have been woken for a message
+                return []
+            claimed = self.claim(self._clock.monotonic(), min(limit, slots), lease, consumer)
+            if claimed:
+                return claimed
+            if self.waiters is EMPTY_WAIT_LIST:
+                self.waiters = WaitList(self.pass_wakeup_on)
+            # When another consumer was quicker, it waits on at its old place.
+            place = await self.waiters.wait(self._loop.create_future(), consumer, place)
+        raise self.lost_error(operation)
 
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
@@ -308,6 +366,9 @@ class Queue:
         """Wait until the claim is written, and read the bodies that were left on the disk.
 
         If that fails or is cancelled the messages go back, with no attempt charged.
+
+        Returns:
+            The messages that are still held and can be read.
         """
         journal = self.journal
         if journal is None:
@@ -325,9 +386,11 @@ class Queue:
                 if self.state.holds(token):
                     self.release(token, count_attempt=False)
             raise
-        if missing:
-            return [message for message in claimed if message.body is not None]
-        return claimed
+        return [
+            message
+            for token, message in zip(tokens, claimed, strict=True)
+            if message.state == token and message.body is not None
+        ]
 
     async def _load(self, journal: QueueJournal, missing: list[tuple[int, StoredMessage]]) -> None:
         messages = [message for _, message in missing]
@@ -452,26 +515,6 @@ class Queue:
             for message in self.state.held():
                 self.journal.release(self.number, message, None, None)
 
-    def admit(
-        self,
-        now: float,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-        seq: int,
-    ) -> int | None:
-        """Add a message that was written; return its position in the queue."""
-        assert self.journal is not None
-        if self.lost is not None:
-            self.journal.forget(seq)
-            return None
-        kept = self.journal.body_to_keep(body)
-        return self.put(now, id, kept, headers, key, priority, due, expires, seq)
-
     def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
         """Record that messages have left the queue for good."""
         if messages and self.journal is not None and self.lost is None:
@@ -486,10 +529,9 @@ class Queue:
         if journal is None:
             target.put(now, letter.id, letter.body, letter.headers, letter.key)
         elif self.lost is None:
-            priority = target.state.priority(None)
+            priority = target.state.default_priority
             seq = journal.dead_letter(self.number, message, target.number, letter, priority)
-            body = journal.body_to_keep(letter.body)
-            target.put(now, letter.id, body, letter.headers, letter.key, priority, seq=seq)
+            target.put(now, letter.id, letter.body, letter.headers, letter.key, priority, seq=seq)
 
     def envelope(
         self, message: StoredMessage, offset: float, not_before: float | None = None
@@ -615,42 +657,36 @@ class Queue:
         if self.members is not None:
             self.members.wake_unblocked()
 
-    # Parked consumers
+    # Subscriptions and parked consumers
 
-    def park(
-        self, waiter: asyncio.Future[None], consumer: str | None = None, *, place: int = 0
-    ) -> Coroutine[Any, Any, int]:
-        """Wait until a message may be ready; safe to cancel. Who returns claims at once.
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Count a subscription, and tell it when leases are lost."""
+        self.consumers += 1
+        self.subscribed.append(subscriber)
 
-        When another consumer was quicker, the returned ``place`` is where to wait on.
-        """
-        if self.waiters is EMPTY_WAIT_LIST:
-            self.waiters = WaitList(self.pass_wakeup_on)
-        return self.waiters.wait(waiter, consumer, place)
-
-    def unpark(self, waiter: asyncio.Future[None]) -> None:
-        """Wake this waiter although there may be nothing for it."""
-        self._unpark(lambda entry: entry[1] is waiter)
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Forget a subscription."""
+        self.subscribed.remove(subscriber)
+        self.consumers -= 1
 
     def wake_consumer(self, consumer: str) -> None:
-        """Wake every waiter of this consumer: it is not registered any more."""
-        self._unpark(lambda entry: entry[2] == consumer)
-
-    def _unpark(
-        self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
-    ) -> None:
+        """Wake every waiter of this consumer although there may be nothing for it."""
         places = self.waiters.waiters
-        for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
-            self.waiters.wake(at)
+        for at in reversed(range(len(places))):
+            if places[at][2] == consumer:
+                self.waiters.wake(at)
 
     def wake(self) -> None:
         """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
-        while self.waiters.waiters and not self.waiters.wake(self._choose()):
-            pass  # that one was just cancelled
+        waiters = self.waiters
+        while waiters.waiters:
+            at = 0 if len(waiters.waiters) == 1 else self._choose()
+            if waiters.wake(at):
+                break  # else that one was just cancelled
 
     def _choose(self) -> int:
         places = self.waiters.waiters
-        if len(places) == 1 or self.config.balance == "round_robin":
+        if self.config.balance == "round_robin":
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))

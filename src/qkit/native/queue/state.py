@@ -51,7 +51,6 @@ class QueueState:
         "_busy",
         "_custom_lease_ends",
         "_custom_leases",
-        "_default_priority",
         "_drop_oldest",
         "_expiries",
         "_held_by",
@@ -72,6 +71,7 @@ class QueueState:
         "claimed",
         "dead",
         "dead_lettered",
+        "default_priority",
         "dropped",
         "evicted",
         "first_claimed",
@@ -135,7 +135,7 @@ class QueueState:
         self._max_depth = max_depth
         self._room = max_depth - self._reserved
         self._max_priority = max_priority
-        self._default_priority = min(DEFAULT_PRIORITY, max_priority)
+        self.default_priority = min(DEFAULT_PRIORITY, max_priority)
         self._max_deliveries = max_deliveries
         self._drop_oldest = drop_oldest
 
@@ -179,10 +179,6 @@ class QueueState:
         """The message that a delivery holds, if it still does."""
         return self._leases.get(token) or self._custom_leases.get(token)
 
-    def priority(self, wanted: int | None) -> int:
-        """The priority that a message gets."""
-        return self._default_priority if wanted is None else wanted
-
     def busy(self, consumer: str | None) -> int:
         """How many messages the consumer of that name holds."""
         return self._busy.get(consumer, 0) if consumer is not None else 0
@@ -214,7 +210,7 @@ class QueueState:
         Raises ``InvalidPriority``, or ``QueueFull`` unless the queue drops its oldest.
         """
         if priority is None:
-            priority = self._default_priority
+            priority = self.default_priority
         elif not 0 <= priority <= self._max_priority and not seq:
             self.check(id, priority)
         if self._size >= self._room:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
@@ -32,43 +32,14 @@ from qkit.native.log.record import DeadLetterMove, Fanout, Publish, decode
 from qkit.native.log.segment import FRAME_SIZE
 from qkit.native.log.tail import Position
 from qkit.native.log.writer import AppendCallback
-from qkit.native.queue.state import QueueState
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.replay import Replay
 
-__all__ = ["Journal", "JournaledQueue", "PendingMessage", "unreserve"]
+__all__ = ["Journal", "PendingMessage"]
 
 MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
 MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
-
-
-class JournaledQueue(Protocol):
-    """A queue that gets messages from the journal once they are written."""
-
-    number: int  # identifies the queue in the log
-    state: QueueState
-
-    def wake_capacity_waiters(self) -> None:
-        """Wake senders that wait for room: a reserved place is free again."""
-        ...
-
-    def admit(
-        self,
-        now: float,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-        seq: int,
-    ) -> int | None:
-        """Add a message that was written; return its position in the queue."""
-        ...
-
-
-_Queue = TypeVar("_Queue", bound=JournaledQueue)
 
 
 class PendingMessage(NamedTuple):
@@ -81,7 +52,7 @@ class PendingMessage(NamedTuple):
     priority: int | None
     due: float | None
     expires: float | None
-    queues: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
+    queues: Sequence[Queue]  # the queue, or the groups of a topic, that will get it
 
 
 _Call = tuple[Sequence[PendingMessage], "asyncio.Future[list[int | None]]"]
@@ -92,35 +63,23 @@ class WriteBatch:
 
     Args:
         journal: The journal.
-        group_number: The log's group that the batch belongs to; while it is collected, more
+        group_number: The writer's group that the batch belongs to; while it is collected, more
             messages may join.
         first: The number of the first message.
+        contents: The records; more may be added.
     """
 
-    __slots__ = ("_calls", "_first", "_group_number", "_journal", "_size", "contents")
+    __slots__ = ("_first", "_journal", "calls", "contents", "group_number", "size")
 
-    def __init__(self, journal: Journal, group_number: int, first: int) -> None:
-        self._group_number = group_number
-        self._size = 0  # in bytes
-        self.contents: list[bytes] = []
+    def __init__(
+        self, journal: Journal, group_number: int, first: int, contents: list[bytes]
+    ) -> None:
         self._journal = journal
         self._first = first
-        self._calls: list[_Call] = []
-
-    def open(self, group_number: int) -> bool:
-        """Whether more messages may join: its group is still collected, and it is not too large."""
-        return group_number == self._group_number and self._size <= MAX_BATCH_BYTES
-
-    def add(
-        self,
-        pending: Sequence[PendingMessage],
-        contents: Sequence[bytes],
-        future: asyncio.Future[list[int | None]],
-    ) -> None:
-        """Add the messages of one call, and the future of their positions."""
-        self.contents += contents
-        self._size += sum(map(len, contents))
-        self._calls.append((pending, future))
+        self.group_number = group_number
+        self.contents = contents
+        self.size = 0  # in bytes
+        self.calls: list[_Call] = []  # messages of each call, and the future of their positions
 
     def done(self, position: Position | None, error: StorageError | None) -> None:
         """Hand the written messages to their queues, also if their senders are gone."""
@@ -131,14 +90,14 @@ class WriteBatch:
         journal, seq = self._journal, self._first
         now, add = journal.clock.monotonic(), journal.index.add
         sizes = map(len, self.contents)
-        for pending, future in self._calls:
+        for pending, future in self.calls:
             answers: list[int | None] = []
-            for message in pending:
-                queues, ahead = message.queues, None
+            for id, body, headers, key, priority, due, expires, queues in pending:
+                ahead = None
                 for queue in queues:
                     queue.state.unreserve()
                     add(seq, (segment, offset))
-                    ahead = queue.admit(now, *message[:7], seq)
+                    ahead = queue.put(now, id, body, headers, key, priority, due, expires, seq)
                     seq += 1
                 if queues:
                     offset += FRAME_SIZE + next(sizes)
@@ -147,13 +106,13 @@ class WriteBatch:
                 future.set_result(answers)
 
     def _fail(self, error: StorageError | None) -> None:
-        for pending, future in self._calls:
-            unreserve(pending)
+        for pending, future in self.calls:
+            _unreserve(pending)
             if error is not None and not future.done():
                 future.set_exception(error)
 
 
-def unreserve(pending: Sequence[PendingMessage]) -> None:
+def _unreserve(pending: Sequence[PendingMessage]) -> None:
     """Free the places that were reserved for messages, and wake senders that wait for some."""
     for message in pending:
         for queue in message.queues:
@@ -166,6 +125,7 @@ class Journal:
 
     def __init__(self, log: Log, clock: Clock, replay: Replay) -> None:
         self.log = log
+        self.writer = log.writer
         self.clock = clock
         self.index = replay.index
         self.next_seq = replay.last_seq + 1
@@ -185,61 +145,72 @@ class Journal:
         the loop share a batch.
         """
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
-        first, log = self.next_seq, self.log
-        batch = self._batch
+        first, batch, writer = self.next_seq, self._batch, self.writer
         try:
-            contents = [self._encode(message) for message in pending if message.queues]
-            if not contents:  # a topic without groups: nobody will ever read it
+            contents = self._encode(pending)
+            if not contents:  # a topic without groups: no consumer will ever read it
                 future.set_result([None] * len(pending))
                 return future
-            if batch is None or not batch.open(log.group_number):
-                batch = WriteBatch(self, log.group_number, first)
-                batch.add(pending, contents, future)
-                log.append_with_callback(batch.contents, batch.done)
-                self._batch = batch
+            size = sum(map(len, contents))
+            if (
+                batch is not None
+                and batch.group_number == writer.group_number
+                and batch.size + size <= MAX_BATCH_BYTES
+            ):
+                batch.contents += contents
             else:
-                batch.add(pending, contents, future)
+                batch = WriteBatch(self, writer.group_number, first, contents)
+                writer.append_with_callback(contents, batch.done)
+                self._batch = batch
         except BaseException:
             self.next_seq = first
-            unreserve(pending)
+            _unreserve(pending)
             raise
+        batch.size += size
+        batch.calls.append((pending, future))
         return future
 
-    def _encode(self, message: PendingMessage) -> bytes:
-        id, body, headers, key, priority, due, expires, queues = message
+    def _encode(self, pending: Sequence[PendingMessage]) -> list[bytes]:
+        """Number messages and return their records; one for all groups of a topic."""
         seq, at = self.next_seq, self.clock.time()
         offset = at - self.clock.monotonic()
-        content = encode_publish(
-            queues[0].number,
-            seq,
-            id,
-            body,
-            priority=queues[0].state.priority(priority),
-            at=at,
-            due=0.0 if due is None else due + offset,
-            expires=0.0 if expires is None else expires + offset,
-            key=key,
-            headers=headers,
-        )
-        self.next_seq = seq + len(queues)
-        if len(queues) > 1:
-            targets = [(queue.number, seq + at) for at, queue in enumerate(queues)]
-            content = encode_fanout(targets, content)
-        return content
+        contents: list[bytes] = []
+        for id, body, headers, key, priority, due, expires, queues in pending:
+            if not queues:
+                continue
+            content = encode_publish(
+                queues[0].number,
+                seq,
+                id,
+                body,
+                priority=queues[0].state.default_priority if priority is None else priority,
+                at=at,
+                due=0.0 if due is None else due + offset,
+                expires=0.0 if expires is None else expires + offset,
+                key=key,
+                headers=headers,
+            )
+            if len(queues) > 1:
+                targets = [(queue.number, seq + nth) for nth, queue in enumerate(queues)]
+                content = encode_fanout(targets, content)
+            contents.append(content)
+            seq += len(queues)
+        self.next_seq = seq
+        return contents
 
     async def import_messages(
-        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[_Queue], bytes, Publish]]]
-    ) -> list[tuple[_Queue, int, Publish]]:
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[Queue], bytes, Publish]]]
+    ) -> list[tuple[Queue, int, Publish]]:
         """Write the messages of a bulk file: all of them count, or none if this does not return.
 
         What is written piece by piece counts once the last record is on the disk.
         """
-        arrived: list[tuple[_Queue, int, Publish]] = []
+        arrived: list[tuple[Queue, int, Publish]] = []
         begin = self.next_seq
         try:
             async for chunk in chunks:
                 arrived += await self._import_chunk(chunk)
-            await self.log.append([encode_bulk_import(name, begin, self.next_seq - 1)])
+            await self.writer.append([encode_bulk_import(name, begin, self.next_seq - 1)])
         except BaseException:
             for _, seq, _ in arrived:
                 self.index.forget(seq)
@@ -247,11 +218,11 @@ class Journal:
         return arrived
 
     async def _import_chunk(
-        self, chunk: list[tuple[Sequence[_Queue], bytes, Publish]]
-    ) -> list[tuple[_Queue, int, Publish]]:
+        self, chunk: list[tuple[Sequence[Queue], bytes, Publish]]
+    ) -> list[tuple[Queue, int, Publish]]:
         first, self._batch = self.next_seq, None
         contents: list[bytes] = []
-        arrived: list[tuple[_Queue, int, Publish]] = []
+        arrived: list[tuple[Queue, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
@@ -275,7 +246,7 @@ class Journal:
             if not future.done():
                 future.set_result(None)
 
-        self.log.append_with_callback(contents, done)
+        self.writer.append_with_callback(contents, done)
         await future
         return arrived
 
@@ -296,7 +267,12 @@ class Journal:
         config: dict[str, object],
         number: int | None = None,
     ) -> int:
-        """A queue exists, or (with its number) has other limits; return its number."""
+        """A queue exists, or (with its number) has other limits; return its number.
+
+        What is published next must not join a batch in front of this record: a message to several
+        groups counts only if all of them were declared before.
+        """
+        self._batch = None
         if number is None:
             number = self._next_queue
             self._next_queue += 1
@@ -313,7 +289,7 @@ class Journal:
     @property
     def disk_full(self) -> bool:
         """Whether records wait for space on the disk."""
-        return self.log.deferred_records > 0
+        return self.writer.deferred_records > 0
 
     @property
     def reads_inline(self) -> bool:
@@ -405,11 +381,11 @@ class Journal:
         error; whoever waits for ``written`` is.
         """
         if not self.log.read_only:
-            self.log.append_nowait((content,), done)
+            self.writer.append_nowait((content,), done)
 
     def written(self) -> asyncio.Future[None] | None:
         """What to await until a crash of this process cannot undo what happened so far."""
-        return self.log.written()
+        return self.writer.written()
 
     # Reading back
 

@@ -162,11 +162,12 @@ class Storage:
         try:
             await self.log.close()
         finally:
-            if self.log.deferred_records:
+            deferred = self.log.writer.deferred_records
+            if deferred:
                 logger.error(
                     "the disk is full: %d records could not be written before closing; what they "
                     "settled will be delivered again",
-                    self.log.deferred_records,
+                    deferred,
                 )
 
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
@@ -181,8 +182,8 @@ class Storage:
         while not self.log.read_only:
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
             passed += CHECK_INTERVAL_SECONDS
-            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.groups == seen else 0.0
-            seen = self.log.groups
+            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.writer.groups == seen else 0.0
+            seen = self.log.writer.groups
             due = quiet == IDLE_SECONDS or passed >= MAINTENANCE_INTERVAL_SECONDS or self._grown()
             # Whatever goes wrong, it is told and tried again: without maintenance the
             # disk would fill up in silence.
@@ -198,7 +199,7 @@ class Storage:
             except Exception:
                 logger.exception("the log could not be tidied; it is as before")
             if due:
-                passed, seen = 0.0, self.log.groups
+                passed, seen = 0.0, self.log.writer.groups
 
     def _grown(self) -> bool:
         behind = self.log.active - 1 - self._covered
@@ -233,7 +234,8 @@ class Storage:
 
     async def _compact(self) -> None:
         sizes = await self._in_thread(self.log.segments)
-        await self.log.sync()  # a segment may be complete before the index has heard what is in it
+        # A segment may be complete before the index has its messages.
+        await self.log.writer.sync()
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
         border = await self._in_thread(self._readers_border)
@@ -248,7 +250,7 @@ class Storage:
             planned = plan(run, index, self._queues(), first=run[0] == oldest)
             # What became of the messages that are taken out (a dead letter, say) must not be lost
             # when they are.
-            await self.log.sync()
+            await self.log.writer.sync()
             compacted = await self._in_thread(compact, self.log, planned, self._segment_bytes)
             planned.segments = compacted.segments
             await self._exchange(planned, compacted)
