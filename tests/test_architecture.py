@@ -42,7 +42,7 @@ POLICIES = {"observability", "handlers", "sending", "consuming", "admin"}
 NATIVE = [
     ["config", "cross_thread"],
     ["queue", "log"],
-    ["delivery", "bulk"],
+    ["delivery", "dead_letter_router", "bulk"],
     ["bulk_jobs", "storage"],
     ["catalogue"],
     ["bulk_import"],

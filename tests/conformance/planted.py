@@ -230,8 +230,8 @@ def ignores_the_limit(patch: pytest.MonkeyPatch) -> None:
 def settles_a_late_ack(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def ack(self: QueueState, token: int) -> None:
-            if token not in self._leases:
-                token = next(iter(self._leases), token)  # by message instead of by delivery
+            if token not in self.leases.regular:
+                token = next(iter(self.leases.regular), token)  # by message instead of by delivery
             original(self, token)
 
         return ack

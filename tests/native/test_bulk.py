@@ -60,12 +60,12 @@ async def test_a_crash_in_the_middle_counts_for_nothing(tmp_path: Path) -> None:
         whole = engine.storage.journal.writer.append_with_callback
         calls = 0
 
-        def broken(contents: Sequence[bytes], done: AppendCallback) -> None:
+        def broken(contents: Sequence[bytes], done: AppendCallback, *, force: bool = False) -> None:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("killed")
-            whole(contents, done)
+            whole(contents, done, force=force)
 
         engine.storage.journal.writer.append_with_callback = broken  # type: ignore[method-assign]
         with pytest.raises(RuntimeError):

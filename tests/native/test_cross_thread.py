@@ -99,7 +99,8 @@ class TestCalls:
         """Whoever adds one decides: carried, or with a reason in this list."""
         own = {
             "attach",  # part of opening
-            "publish_many",  # called by the backend, in the loop of the engine
+            "declare",  # called by the backend, in the loop of the engine
+            "publish_many",  # the same
         }
         by_hand = {"aclose", "consume", "publish"}
         coroutines = {

@@ -1,9 +1,8 @@
 """The native engine: queues and topics inside this process, without a broker.
 
-It holds the queues, whose names are in ``catalogue.py``: it moves messages in and out, dead letters
-between them, and closes them. It belongs to the event loop that opened it; calls from other threads
-run in that loop: see ``cross_thread.py``. With a directory it is durable: see
-``storage/journal.py`` and ``log/log.py``.
+It moves messages in and out of the queues, whose names are in ``catalogue.py``, and closes them. It
+belongs to the event loop that opened it; calls from other threads run in that loop: see
+``cross_thread.py``. With a directory it is durable: see ``storage/journal.py`` and ``log/log.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from qkit.errors import (
     ConsumerNotFound,
     InvalidBody,
     LifecycleError,
-    LogDamaged,
     QueueError,
     Unsupported,
 )
@@ -34,17 +32,16 @@ from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
 from qkit.native.cross_thread import LoopPortal, callable_from_any_thread, get_ident
+from qkit.native.dead_letter_router import DeadLetterRouter
 from qkit.native.delivery import Delivery
 from qkit.native.log.disk import Disk
-from qkit.native.log.record import Publish
 from qkit.native.queue.consumers import DEFAULT_PREFETCH, Consumer, Consumers
-from qkit.native.queue.dead_message import DeadMessage
 from qkit.native.queue.queue import Queue
 from qkit.native.queue.topic import Topic
 from qkit.native.storage.history import StatusChange
-from qkit.native.storage.journal import Journal, PendingMessage
-from qkit.native.storage.replay import RecoveredMessage
+from qkit.native.storage.journal import Journal
 from qkit.native.storage.storage import Fsync, Storage
+from qkit.native.storage.write_batch import PendingMessage
 
 __all__ = ["Engine"]
 
@@ -82,10 +79,10 @@ class Engine:
         self._journal: Journal | None = None
         self._entered = False
         self._closed = False
-        self.catalogue = Catalogue(self, self._own_loop, defaults or UNLIMITED)
+        self._dead_letters = DeadLetterRouter(self.clock, self.portal)
+        self.catalogue = Catalogue(self._dead_letters, self._own_loop, defaults or UNLIMITED)
+        self._dead_letters.target_of = self.catalogue.dead_letter_queue_of
         self._channels = self.catalogue.channels
-        self._callbacks: builtins.list[Callable[[DeadLetter], None]] = []
-        self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
 
     # Life
 
@@ -363,7 +360,7 @@ class Engine:
         actor = self.catalogue.queue(queue, "register", group)
         check_name(consumer, "consumer")
         if actor.members is None:
-            actor.members = Consumers(queue, actor.state.busy)
+            actor.members = Consumers(queue, actor.state.leases.busy)
         if actor.members.register(consumer, prefetch):
             actor.consumers += 1
 
@@ -384,7 +381,7 @@ class Engine:
         actor.members.unregister(consumer)
         actor.consumers -= 1
         actor.wake_consumer(consumer)
-        for token in actor.state.held_by(consumer):
+        for token in actor.state.leases.held_by(consumer):
             actor.release(token, count_attempt=False)
         await self.written()
 
@@ -405,26 +402,7 @@ class Engine:
         A running engine looks for them every second by itself. Queues that do not exist are
         created. Raises ``LogDamaged`` for a file that is not whole.
         """
-        return await self.storage.import_bulk_files(self.catalogue.of_bulk_file, self._admit)
-
-    def _admit(self, messages: builtins.list[tuple[Queue, int, Publish]]) -> None:
-        for actor, seq, message in messages:
-            self._import(actor, seq, message)
-        for actor in {actor for actor, _, _ in messages}:
-            actor.resume()
-
-    def _import(self, queue: Queue, seq: int, message: Publish) -> None:
-        """Add a message of a bulk file; a queue's limits do not hold for these."""
-        journal = self.storage.journal
-        if queue.lost is not None:
-            journal.forget(seq)
-            return
-        body = journal.body_to_keep(message.body)
-        recovered = RecoveredMessage(message, queue.number, seq, body)
-        recovered.at = message.at or self.clock.time()
-        recovered.priority = min(message.priority, queue.config.max_priority)
-        queue.state.published += 1
-        queue.restore(recovered)
+        return await self.storage.import_bulk_files(self.catalogue.of_bulk_file)
 
     @callable_from_any_thread
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
@@ -624,40 +602,11 @@ class Engine:
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
-        self._callbacks.append(callback)
-
-    def route(self, actor: Queue, dead: builtins.list[DeadMessage]) -> None:
-        """Move messages that died to their queue's dead letters; no queue knows another."""
-        at = self.clock.time()
-        offset = at - self._now()
-        for message, reason, error in dead:
-            try:
-                envelope = actor.envelope(message, offset)
-            except LogDamaged:
-                logger.exception("a message died and its dead letter cannot be written")
-                actor.state.dropped += 1
-                continue
-            letter = DeadLetter.of(
-                envelope, channel=actor.name, group=actor.group, reason=reason, at=at, error=error
-            )
-            if actor.config.dead_letter is None:
-                actor.state.dropped += 1
-                actor.on_removed((message,))
-            else:
-                actor.move_to_dead_letters(
-                    message, self.catalogue.dead_letter_queue_of(actor), letter.to_envelope()
-                )
-                actor.state.dead_lettered += 1
-            _tell(self._callbacks, letter)
+        self._dead_letters.callbacks.append(callback)
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
-        self._drop_callbacks.append(callback)
-
-    def dropped(self, envelopes: builtins.list[Envelope]) -> None:
-        """A full dead-letter queue pushed these out."""
-        for envelope in envelopes:
-            _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
+        self._dead_letters.drop_callbacks.append(callback)
 
     @callable_from_any_thread
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
@@ -714,14 +663,6 @@ class Engine:
 def _release_uncharged(delivery: Delivery | None) -> None:
     if delivery is not None:
         delivery.release_uncharged()
-
-
-def _tell(callbacks: builtins.list[Callable[[DeadLetter], None]], letter: DeadLetter) -> None:
-    for callback in callbacks:
-        try:
-            callback(letter)
-        except Exception:
-            logger.exception("a dead-letter callback failed; nothing else did")
 
 
 def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | None, float | None]:

@@ -21,13 +21,14 @@ from qkit.errors import LogDamaged, StorageError, SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
 from qkit.native.cross_thread import LoopPortal
-from qkit.native.queue.consumers import Consumer, Consumers
+from qkit.native.queue.consumers import Consumers
 from qkit.native.queue.dead_message import DeadMessage
+from qkit.native.queue.protocols import QueueJournal, RestoredMessage, Subscriber
 from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.queue.wait_list import WaitList
 
-__all__ = ["EngineHooks", "Queue", "QueueJournal", "envelope_of"]
+__all__ = ["EngineHooks", "Queue", "envelope_of"]
 
 logger = logging.getLogger("qkit.native")
 
@@ -47,105 +48,6 @@ class EngineHooks(Protocol):
 
     def dropped(self, envelopes: list[Envelope]) -> None:
         """A full dead-letter queue pushed these out."""
-        ...
-
-
-class QueueJournal(Protocol):
-    """What a durable queue needs of its engine's journal."""
-
-    held: int
-    """Bytes of bodies in memory."""
-
-    @property
-    def disk_full(self) -> bool:
-        """Whether records wait for space on the disk."""
-        ...
-
-    @property
-    def reads_inline(self) -> bool:
-        """Whether bodies may be read in the event loop."""
-        ...
-
-    def body_to_keep(self, body: bytes) -> bytes | None:
-        """Return the body if memory has room for it, else ``None``: it stays on the disk."""
-        ...
-
-    def forget(self, seq: int) -> None:
-        """Forget where a message lies: its queue is gone."""
-        ...
-
-    def claim(self, number: int, messages: Sequence[StoredMessage]) -> None:
-        """Record that messages were handed out."""
-        ...
-
-    def ack(self, number: int, message: StoredMessage) -> None:
-        """Record that the work on a message is done."""
-        ...
-
-    def release(
-        self, number: int, message: StoredMessage, due: float | None, headers: dict[str, str] | None
-    ) -> None:
-        """Record that a message was given back; ``due`` is monotonic."""
-        ...
-
-    def release_body(self, message: StoredMessage) -> None:
-        """Leave the body of a message that waits again on the disk, if memory is short."""
-        ...
-
-    def remove(self, number: int, entries: Sequence[WaitingMessage]) -> None:
-        """Record that messages were purged, dropped or removed."""
-        ...
-
-    def dead_letter(
-        self,
-        number: int,
-        message: StoredMessage,
-        target: int,
-        letter: Envelope,
-        priority: int,
-    ) -> int:
-        """Record that a message died and its letter entered another queue; return its number."""
-        ...
-
-    def load(self, messages: Iterable[StoredMessage]) -> list[bytes | None]:
-        """Read bodies, ``None`` for one that cannot be read any more. Blocking, for any thread."""
-        ...
-
-    def body(self, message: StoredMessage) -> bytes | None:
-        """Return a message's body, read if needed."""
-        ...
-
-    def written(self) -> asyncio.Future[None] | None:
-        """Return what to await until a crash of this process cannot undo what happened so far."""
-        ...
-
-
-class RestoredMessage(Protocol):
-    """A message as the log has it; times are wall times, 0 for none."""
-
-    id: str
-    body: bytes | None
-    headers: dict[str, str] | None
-    at: float
-    seq: int
-    priority: int
-    key: str | None
-    due: float
-    expires: float
-    attempt: int
-    held: bool
-    """Whether a consumer had it when the log ended."""
-
-
-class Subscriber(Protocol):
-    """An open subscription, as its queue knows it."""
-
-    def listed(self) -> Consumer:
-        """How it is listed among the consumers."""
-        ...
-
-    def refresh(self) -> None:
-        """Leases were lost, or the whole queue."""
         ...
 
 
@@ -443,7 +345,7 @@ class Queue:
         """Give a held message back; see ``QueueState.release``."""
         journal, message = self.journal, None
         if journal is not None and self.lost is None:
-            message = self.state.lease(token)
+            message = self.state.leases.get(token)
         before = None if message is None else message.headers
         now = self._clock.monotonic()
         alive = self.state.release(now, token, delay, count_attempt=count_attempt, headers=headers)
@@ -512,7 +414,7 @@ class Queue:
     def suspend(self) -> None:
         """Record that the engine is closed: what consumers hold was not ended by a crash."""
         if self.journal is not None:
-            for message in self.state.held():
+            for message in self.state.leases:
                 self.journal.release(self.number, message, None, None)
 
     def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
@@ -690,9 +592,9 @@ class Queue:
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))
-        # Whoever was called will hold one more.
-        coming = Counter(self.waiters.woken.values())
-        loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
+        # A consumer that was woken will hold one more.
+        coming, busy = Counter(self.waiters.woken.values()), self.state.leases.busy
+        loads = [0 if name is None else busy(name) + coming[name] for *_, name in places]
         return loads.index(min(loads))
 
     def registered(self, consumer: str | None) -> Consumers | None:
@@ -747,7 +649,7 @@ class Queue:
             self._armed_at = float("inf")
             self._rearm()
             raise
-        lease = self.state.next_lease()
+        lease = self.state.leases.next_end()
         if lease is not None and lease <= now:
             # The loop may have been blocked past the end of the lease. Two passes let the
             # renewals and acks that waited run first: timers, then the tasks they woke. A lease

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
@@ -29,95 +29,17 @@ from qkit.native.log.encode import (
 )
 from qkit.native.log.log import Log, positions
 from qkit.native.log.record import DeadLetterMove, Fanout, Publish, decode
-from qkit.native.log.segment import FRAME_SIZE
 from qkit.native.log.tail import Position
 from qkit.native.log.writer import AppendCallback
 from qkit.native.queue.queue import Queue
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.replay import Replay
+from qkit.native.storage.write_batch import PendingMessage, WriteBatch, unreserve
 
-__all__ = ["Journal", "PendingMessage"]
+__all__ = ["Journal"]
 
 MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
 MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
-
-
-class PendingMessage(NamedTuple):
-    """A message on its way to the disk; times are monotonic."""
-
-    id: str
-    body: bytes
-    headers: dict[str, str] | None
-    key: str | None
-    priority: int | None
-    due: float | None
-    expires: float | None
-    queues: Sequence[Queue]  # the queue, or the groups of a topic, that will get it
-
-
-_Call = tuple[Sequence[PendingMessage], "asyncio.Future[list[int | None]]"]
-
-
-class WriteBatch:
-    """Messages of one turn of the loop: one append to the log, with one callback.
-
-    Args:
-        journal: The journal.
-        group_number: The writer's group that the batch belongs to; while it is collected, more
-            messages may join.
-        first: The number of the first message.
-        contents: The records; more may be added.
-    """
-
-    __slots__ = ("_first", "_journal", "calls", "contents", "group_number", "size")
-
-    def __init__(
-        self, journal: Journal, group_number: int, first: int, contents: list[bytes]
-    ) -> None:
-        self._journal = journal
-        self._first = first
-        self.group_number = group_number
-        self.contents = contents
-        self.size = 0  # in bytes
-        self.calls: list[_Call] = []  # messages of each call, and the future of their positions
-
-    def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Hand the written messages to their queues, also if their senders are gone."""
-        if position is None:
-            self._fail(error)
-            return
-        segment, offset = position
-        journal, seq = self._journal, self._first
-        now, add = journal.clock.monotonic(), journal.index.add
-        sizes = map(len, self.contents)
-        for pending, future in self.calls:
-            answers: list[int | None] = []
-            for id, body, headers, key, priority, due, expires, queues in pending:
-                ahead = None
-                for queue in queues:
-                    queue.state.unreserve()
-                    add(seq, (segment, offset))
-                    ahead = queue.put(now, id, body, headers, key, priority, due, expires, seq)
-                    seq += 1
-                if queues:
-                    offset += FRAME_SIZE + next(sizes)
-                answers.append(ahead if len(queues) == 1 else None)
-            if not future.done():
-                future.set_result(answers)
-
-    def _fail(self, error: StorageError | None) -> None:
-        for pending, future in self.calls:
-            _unreserve(pending)
-            if error is not None and not future.done():
-                future.set_exception(error)
-
-
-def _unreserve(pending: Sequence[PendingMessage]) -> None:
-    """Free the places that were reserved for messages, and wake senders that wait for some."""
-    for message in pending:
-        for queue in message.queues:
-            queue.state.unreserve()
-            queue.wake_capacity_waiters()
 
 
 class Journal:
@@ -159,12 +81,12 @@ class Journal:
             ):
                 batch.contents += contents
             else:
-                batch = WriteBatch(self, writer.group_number, first, contents)
+                batch = WriteBatch(self.clock, self.index, writer.group_number, first, contents)
                 writer.append_with_callback(contents, batch.done)
                 self._batch = batch
         except BaseException:
             self.next_seq = first
-            _unreserve(pending)
+            unreserve(pending)
             raise
         batch.size += size
         batch.calls.append((pending, future))

@@ -302,11 +302,9 @@ class Storage:
         return [job for job in published_jobs(self.path) if job not in self._refused]
 
     async def import_bulk_files(
-        self,
-        channel: Callable[[str, Mapping[str, object]], Queue | Topic],
-        admit: Callable[[list[tuple[Queue, int, Publish]]], None],
+        self, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
     ) -> int:
-        """Write the messages of every waiting bulk file to the log, then hand them to ``admit``.
+        """Write the messages of every waiting bulk file to the log, then add them to their queues.
 
         Each file is taken exactly once; returns how many messages. One that is not whole, or
         names what cannot be a queue, is left where it is for good, and raised after the others.
@@ -315,7 +313,7 @@ class Storage:
         async with self._import_lock:
             for job in self.waiting():
                 try:
-                    count += await run_to_completion(self._import_job(job, channel, admit))
+                    count += await run_to_completion(self._import_job(job, channel))
                 except (LogDamaged, InvalidName, ConfigError) as error:
                     self._refused.add(job)
                     failure = failure or error
@@ -324,19 +322,31 @@ class Storage:
         return count
 
     async def _import_job(
-        self,
-        job: str,
-        channel: Callable[[str, Mapping[str, object]], Queue | Topic],
-        admit: Callable[[list[tuple[Queue, int, Publish]]], None],
+        self, job: str, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
     ) -> int:
         messages: list[tuple[Queue, int, Publish]] = []
         if job not in self._imported:
             await self._in_thread(check_bulk, self.path, job)
             messages = await self.journal.import_messages(job, self._chunks(job, channel))
             self._imported.add(job)
-            admit(messages)
+            self._add_imported(messages)
         await self._in_thread(remove_job, self.path, job)
         return len(messages)
+
+    def _add_imported(self, messages: list[tuple[Queue, int, Publish]]) -> None:
+        """Add messages of a bulk file to their queues, whose limits do not hold for these."""
+        for queue, seq, message in messages:
+            if queue.lost is not None:
+                self.journal.forget(seq)
+                continue
+            body = self.journal.body_to_keep(message.body)
+            recovered = RecoveredMessage(message, queue.number, seq, body)
+            recovered.at = message.at or self._clock.time()
+            recovered.priority = min(message.priority, queue.config.max_priority)
+            queue.state.published += 1
+            queue.restore(recovered)
+        for queue in {queue for queue, _, _ in messages}:
+            queue.resume()
 
     async def _chunks(
         self, job: str, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
