@@ -472,7 +472,7 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
     assert queue.next_due() is None
     assert not queue.leases.regular
     assert not queue.leases.custom
-    assert not queue.leases._held_by
+    assert not queue.leases.holders
 
 
 @pytest.mark.proves("001-storage-3", "002-index-4")

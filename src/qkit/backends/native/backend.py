@@ -112,15 +112,16 @@ class NativeBackend:
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
         results = await self._engine.publish_many(queue, envelopes)
-        sent: list[Sent] = []
+        for result in results:
+            if isinstance(result, QueueError):
+                raise self._partial_send(results, queue)
+        return results  # type: ignore[return-value]  # no error among them
+
+    def _partial_send(self, results: list[Sent | QueueError], queue: str) -> PartialSend:
         for result in results:
             if isinstance(result, QueueError):
                 result.located(backend=self.name)
-            else:
-                sent.append(result)
-        if len(sent) < len(results):
-            raise PartialSend.of(results, backend=self.name, queue=queue)
-        return sent
+        return PartialSend.of(results, backend=self.name, queue=queue)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""

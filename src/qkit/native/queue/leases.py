@@ -18,14 +18,14 @@ class Leases:
     monotonic seconds.
     """
 
-    __slots__ = ("_busy", "_held_by", "_latest", "custom", "custom_ends", "regular")
+    __slots__ = ("_busy", "custom", "custom_ends", "holders", "latest", "regular")
 
     def __init__(self) -> None:
         self.regular: dict[int, StoredMessage] = {}
         self.custom: dict[int, StoredMessage] = {}
         self.custom_ends: list[tuple[float, int]] = []  # at least one entry for each of them
-        self._latest = float("-inf")  # when the last regular lease ends
-        self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
+        self.latest = float("-inf")  # when the last regular lease ends
+        self.holders: dict[int, str] = {}  # consumers' names by token, where they gave one
         self._busy: dict[str, int] = {}  # how many messages each of them holds
 
     def __len__(self) -> int:
@@ -47,40 +47,30 @@ class Leases:
         """Return how many messages the consumer of that name holds."""
         return self._busy.get(consumer, 0) if consumer is not None else 0
 
-    def holder(self, token: int) -> str | None:
-        """Return the name of the consumer that holds a delivery, if it gave one."""
-        return self._held_by.get(token)
-
     def held_by(self, consumer: str) -> list[int]:
         """Return the deliveries that the consumer of that name holds."""
-        return [token for token, name in self._held_by.items() if name == consumer]
+        return [token for token, name in self.holders.items() if name == consumer]
 
-    def add(self, messages: Sequence[StoredMessage], deadline: float, consumer: str | None) -> None:
-        """Add leases that all end at ``deadline``; the state of each message is its token."""
-        leases = self.regular
-        if deadline >= self._latest or not leases:
-            self._latest = deadline
-        else:
-            leases = self.custom
-        for message in messages:
-            message.deadline = deadline
-            leases[message.state] = message
+    def enter(self, messages: Sequence[StoredMessage], consumer: str | None) -> None:
+        """Complete leases that ``QueueState.claim`` has put into ``regular`` or ``custom``."""
         if consumer is not None:
             self._busy[consumer] = self._busy.get(consumer, 0) + len(messages)
             for message in messages:
-                self._held_by[message.state] = consumer
-        if leases is self.custom:
+                self.holders[message.state] = consumer
+        if messages[0].state in self.custom:
             self._enter_custom_ends(messages)
 
-    def take(self, token: int) -> StoredMessage | None:
-        """End a lease; return its message, ``None`` if there is no such lease."""
-        message = self.regular.pop(token, None) or self.custom.pop(token, None)
-        if message is not None and self._held_by:
-            consumer = self._held_by.pop(token, None)
-            if consumer is not None:
-                self._busy[consumer] -= 1
-                if not self._busy[consumer]:
-                    del self._busy[consumer]
+    def take(self, token: int, message: StoredMessage | None = None) -> StoredMessage | None:
+        """End a lease; return its message, ``None`` if there is no such lease.
+
+        ``message`` is given by a caller that has taken it out of ``regular`` already.
+        """
+        message = message or self.regular.pop(token, None) or self.custom.pop(token, None)
+        consumer = self.holders.pop(token, None)
+        if consumer is not None:
+            self._busy[consumer] -= 1
+            if not self._busy[consumer]:
+                del self._busy[consumer]
         return message
 
     def extend(self, token: int, deadline: float) -> bool:
@@ -89,8 +79,8 @@ class Leases:
         if message is None:
             return False
         message.deadline = deadline
-        if deadline >= self._latest or not self.regular:
-            self._latest = deadline
+        if deadline >= self.latest or not self.regular:
+            self.latest = deadline
             self.regular[token] = message
         else:
             self.custom[token] = message

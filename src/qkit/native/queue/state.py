@@ -310,7 +310,12 @@ class QueueState:
         """
         if self._scheduled_live or self._expiries.heap:
             self._advance(now)
-        ready = self._ready
+        ready, leases, deadline = self._ready, self.leases, now + lease
+        table = leases.regular
+        if table and deadline < leases.latest:
+            table = leases.custom
+        else:
+            leases.latest = deadline
         claimed: list[StoredMessage] = []
         while limit > 0 and ready.mask and (message := ready.pop()) is not None:
             limit -= 1
@@ -321,17 +326,23 @@ class QueueState:
                 self.waited += now - message.since
             message.attempt += 1
             message.state = token
+            message.deadline = deadline
+            table[token] = message
             claimed.append(message)
         if claimed:
             self.claimed += len(claimed)
-            self.leases.add(claimed, now + lease, consumer)
+            if consumer is not None or table is leases.custom:
+                leases.enter(claimed, consumer)
         return claimed
 
     def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
-        message = self.leases.take(token)
-        if message is None:
-            raise self._not_held(token, "ack")
+        leases = self.leases
+        message = leases.regular.pop(token, None)
+        if message is None or leases.holders:
+            message = leases.take(token, message)
+            if message is None:
+                raise self._not_held(token, "ack")
         message.state = REMOVED
         self._size -= 1
         self.acked += 1
@@ -433,7 +444,7 @@ class QueueState:
         )
 
     def _expire(self, now: float, token: int, how: str) -> None:
-        consumer = self.leases.holder(token)
+        consumer = self.leases.holders.get(token)
         message = self._take(token, "expire")
         if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
             last = f", last with consumer {consumer}" if consumer else ""

@@ -69,11 +69,10 @@ class Journal:
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
         first, batch, writer = self.next_seq, self._batch, self.writer
         try:
-            contents = self._encode(pending)
+            contents, size = self._encode(pending)
             if not contents:  # a topic without groups: no consumer will ever read it
                 future.set_result([None] * len(pending))
                 return future
-            size = sum(map(len, contents))
             if (
                 batch is not None
                 and batch.group_number == writer.group_number
@@ -92,10 +91,9 @@ class Journal:
         batch.calls.append((pending, future))
         return future
 
-    def _encode(self, pending: Sequence[PendingMessage]) -> list[bytes]:
-        """Number messages and return their records; one for all groups of a topic."""
-        seq, at = self.next_seq, self.clock.time()
-        offset = at - self.clock.monotonic()
+    def _encode(self, pending: Sequence[PendingMessage]) -> tuple[list[bytes], int]:
+        """Number messages; return their records, one for all groups of a topic, and their size."""
+        seq, at, size = self.next_seq, self.clock.time(), 0
         contents: list[bytes] = []
         for id, body, headers, key, priority, due, expires, queues in pending:
             if not queues:
@@ -107,8 +105,8 @@ class Journal:
                 body,
                 priority=queues[0].state.default_priority if priority is None else priority,
                 at=at,
-                due=0.0 if due is None else due + offset,
-                expires=0.0 if expires is None else expires + offset,
+                due=0.0 if due is None else due + at - self.clock.monotonic(),
+                expires=0.0 if expires is None else expires + at - self.clock.monotonic(),
                 key=key,
                 headers=headers,
             )
@@ -116,9 +114,10 @@ class Journal:
                 targets = [(queue.number, seq + nth) for nth, queue in enumerate(queues)]
                 content = encode_fanout(targets, content)
             contents.append(content)
+            size += len(content)
             seq += len(queues)
         self.next_seq = seq
-        return contents
+        return contents, size
 
     async def import_messages(
         self, name: str, chunks: AsyncIterator[list[tuple[Sequence[Queue], bytes, Publish]]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from qkit._internal.clock import Clock
 from qkit.errors import StorageError
@@ -16,17 +16,18 @@ from qkit.native.storage.index import Index
 __all__ = ["PendingMessage", "WriteBatch", "unreserve"]
 
 
-class PendingMessage(NamedTuple):
-    """A message on its way to the disk; times are monotonic."""
-
-    id: str
-    body: bytes
-    headers: dict[str, str] | None
-    key: str | None
-    priority: int | None
-    due: float | None
-    expires: float | None
-    queues: Sequence[Queue]  # the queue, or the groups of a topic, that will get it
+# A message on its way to the disk: id, body, headers, key, priority, when it is due and expires
+# (monotonic), and the queues that will get it. A plain tuple: one for each message.
+PendingMessage: TypeAlias = tuple[
+    str,
+    bytes,
+    dict[str, str] | None,
+    str | None,
+    int | None,
+    float | None,
+    float | None,
+    Sequence[Queue],
+]
 
 
 _Call = tuple[Sequence[PendingMessage], "asyncio.Future[list[int | None]]"]
@@ -65,7 +66,7 @@ class WriteBatch:
         segment, offset = position
         seq, add = self._first, self._index.add
         now = self._clock.monotonic()
-        sizes = map(len, self.contents)
+        contents = iter(self.contents)
         for pending, future in self.calls:
             answers: list[int | None] = []
             for id, body, headers, key, priority, due, expires, queues in pending:
@@ -76,7 +77,7 @@ class WriteBatch:
                     ahead = queue.put(now, id, body, headers, key, priority, due, expires, seq)
                     seq += 1
                 if queues:
-                    offset += FRAME_SIZE + next(sizes)
+                    offset += FRAME_SIZE + len(next(contents))
                 answers.append(ahead if len(queues) == 1 else None)
             if not future.done():
                 future.set_result(answers)
@@ -91,6 +92,6 @@ class WriteBatch:
 def unreserve(pending: Sequence[PendingMessage]) -> None:
     """Free the places that were reserved for messages, and wake senders that wait for some."""
     for message in pending:
-        for queue in message.queues:
+        for queue in message[-1]:
             queue.state.unreserve()
             queue.wake_capacity_waiters()
