@@ -117,7 +117,7 @@ class NativeBackend:
                 raise self._partial_send(results, queue)
         return results  # type: ignore[return-value]  # no error among them
 
-    def _partial_send(self, results: list[Sent | QueueError], queue: str) -> PartialSend:
+    def _partial_send(self, results: list[Sent | QueueError], queue: str) -> QueueError:
         for result in results:
             if isinstance(result, QueueError):
                 result.located(backend=self.name)
