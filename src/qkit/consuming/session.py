@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Sequence
 
-from qkit._internal.clock import Clock
 from qkit._internal.deadlines import CancelScope
 from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
@@ -26,7 +26,8 @@ from qkit.consuming.job import Job
 from qkit.consuming.lease_renewal import LeaseRenewal
 from qkit.consuming.outcome import ABANDON, DONE, Outcome, Pause
 from qkit.consuming.settlement import Settlement
-from qkit.observability.metrics import ChannelCounters
+from qkit.handlers.route import Route
+from qkit.wiring import Wiring
 
 __all__ = ["Session"]
 
@@ -42,44 +43,39 @@ class Session:
 
     Args:
         subscription: The open subscription.
-        spec: What it was opened with.
+        wiring: What the service shares.
+        route: The channel.
+        spec: What the subscription was opened with.
         state: Whether handlers may be started now; changed by the consumer.
         executor: Runs the handler.
         settlement: Carries out the outcomes.
-        counters: Of the channel.
-        clock: Tells the time of polls.
-        ordered: Whether deliveries of one key are handled one after the other.
-        lease: Length of a lease in seconds; ``None`` if leases are not renewed.
     """
 
     def __init__(
         self,
         subscription: Subscription,
-        *,
+        wiring: Wiring,
+        route: Route,
         spec: SubscriptionSpec,
         state: ConsumerState,
         executor: Executor,
         settlement: Settlement,
-        counters: ChannelCounters,
-        clock: Clock,
-        ordered: bool,
-        lease: float | None,
     ) -> None:
         self._subscription = subscription
         self._spec = spec
         self._state = state
         self._executor = executor
         self._settlement = settlement
-        self._counters = counters
-        self._clock = clock
-        self._channel = executor.handler.channel
+        self._counters = route.counters
+        self._clock = wiring.clock
+        self._channel = route.name
         self._loop = asyncio.get_running_loop()
         self._fetcher_waits: asyncio.Future[None] | None = None  # the fetcher waits for free slots
         self._receiving: CancelScope | None = None  # or for deliveries
         self._broken: Exception | None = None  # why nothing can be received any more
         self._fetch_check = False  # the fetcher is about to check whether to fetch
         self._fetches = 0
-        self._buffer = DeliveryBuffer(lanes=ordered, on_empty=self._schedule_fetch)
+        self._buffer = DeliveryBuffer(lanes=route.ordered, on_empty=self._schedule_fetch)
         self.held = self._buffer.held
         """Every unsettled delivery."""
         self._stopped = asyncio.Event()  # it stops, or is broken
@@ -91,7 +87,8 @@ class Session:
         if isinstance(subscription, AckMany):
             self._acks = AckBatcher(subscription, settlement, self.held, self._finish, name)
         self._renewal: LeaseRenewal | None = None
-        if lease is not None:
+        lease = spec.ack_deadline
+        if lease is not None and math.isfinite(lease):
             self._renewal = LeaseRenewal(
                 subscription, lease, self.held, self._mark_lost, self._channel
             )
@@ -102,7 +99,7 @@ class Session:
         settlement.begin()
         self._acked = 0
         # An ack that comes back may free a lane: a worker must be there to take its next message.
-        self._workers_fetch = self._acks is None or not ordered
+        self._workers_fetch = self._acks is None or not route.ordered
         state.on_change = self.interrupt
 
     @property
