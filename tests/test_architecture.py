@@ -45,7 +45,7 @@ POLICIES = {"observability", "handlers", "wiring", "sending", "consuming", "admi
 NATIVE = [
     ["config", "cross_thread"],
     ["queue", "log"],
-    ["delivery", "bulk"],
+    ["delivery", "dead_letter_router", "bulk"],
     ["bulk_jobs", "storage"],
     ["catalogue"],
     ["bulk_import"],

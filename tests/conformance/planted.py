@@ -230,8 +230,8 @@ def ignores_the_limit(patch: pytest.MonkeyPatch) -> None:
 def settles_a_late_ack(patch: pytest.MonkeyPatch) -> None:
     def change(original: Any) -> Any:
         def ack(self: QueueState, token: int) -> None:
-            if token not in self._leases:
-                token = next(iter(self._leases), token)  # by message instead of by delivery
+            if token not in self.leases.regular:
+                token = next(iter(self.leases.regular), token)  # by message instead of by delivery
             original(self, token)
 
         return ack
@@ -275,12 +275,12 @@ def extend_does_nothing(patch: pytest.MonkeyPatch) -> None:
 
 @fault("test_a_handler_that_blocks_the_loop_past_its_lease_runs_once")
 def expiry_does_not_wait_for_renewals(patch: pytest.MonkeyPatch) -> None:
-    from qkit.native.queue.actor import QueueActor
+    from qkit.native.queue.queue import Queue
 
-    def fire(self: QueueActor) -> None:
+    def fire(self: Queue) -> None:
         self._expire()
 
-    patch.setattr(QueueActor, "_fire", fire)
+    patch.setattr(Queue, "_fire", fire)
 
 
 @fault("test_stop_wakes_a_parked_receive")

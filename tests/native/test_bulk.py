@@ -57,20 +57,20 @@ async def test_a_crash_in_the_middle_counts_for_nothing(tmp_path: Path) -> None:
         engine = await Engine.open(tmp_path, clock=clock)
         bulk(tmp_path, "load", count=5_000)
         commit(tmp_path, "load")
-        whole = engine.storage.log.append_with_callback
+        whole = engine.storage.journal.writer.append_with_callback
         calls = 0
 
-        def broken(contents: Sequence[bytes], done: AppendCallback) -> None:
+        def broken(contents: Sequence[bytes], done: AppendCallback, *, force: bool = False) -> None:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("killed")
-            whole(contents, done)
+            whole(contents, done, force=force)
 
-        engine.storage.log.append_with_callback = broken  # type: ignore[method-assign]
+        engine.storage.journal.writer.append_with_callback = broken  # type: ignore[method-assign]
         with pytest.raises(RuntimeError):
             await engine.import_bulk_files()
-        engine.storage.log.append_with_callback = whole  # type: ignore[method-assign]
+        engine.storage.journal.writer.append_with_callback = whole  # type: ignore[method-assign]
         await engine.publish("orders", b"between")
         await engine.storage.maintain()
         await engine.aclose()

@@ -99,7 +99,8 @@ class TestCalls:
         """Whoever adds one decides: carried, or with a reason in this list."""
         own = {
             "attach",  # part of opening
-            "publish_reserved",  # takes what the engine's own loop has prepared
+            "declare",  # called by the backend, in the loop of the engine
+            "publish_many",  # the same
         }
         by_hand = {"aclose", "consume", "publish"}
         coroutines = {
@@ -214,7 +215,7 @@ class TestCancelled:
         await elsewhere(give_up())
         actor = engine.catalogue.queue("tasks", "test")
         await until(lambda: actor.consumers == 0)
-        assert not actor._waiters.waiters
+        assert not actor.waiters.waiters
         await engine.publish("tasks", b"x")
         assert in_flight(engine) == 0
         delivery = await engine.consume("tasks")

@@ -390,7 +390,7 @@ class TestParkedConsumers:
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-        assert not engine.catalogue.queue("tasks", "test")._waiters.waiters
+        assert not engine.catalogue.queue("tasks", "test").waiters.waiters
 
     @pytest.mark.parametrize("how", ["delete", "close"])
     async def test_they_are_let_go_when_the_queue_is(self, engine: Engine, how: str) -> None:

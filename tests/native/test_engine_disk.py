@@ -222,7 +222,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
         assert delivery is not None
         with pytest.raises(StorageError):
             await delivery.ack()
-    assert engine.storage.log.deferred_records
+    assert engine.storage.log.writer.deferred_records
     assert (await engine.stats("orders")).in_flight == 0
     # Killed now, what could not be written comes again; nothing that was confirmed is lost.
     killed = await open_engine(SimulatedDisk(disk.files()), clock)
@@ -231,7 +231,7 @@ async def test_a_full_disk_refuses_sends_and_the_engine_goes_on_by_itself(clock,
 
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.deferred_records == 0
+    assert engine.storage.log.writer.deferred_records == 0
     sent = await engine.publish("orders", b"again", message_id="again")
     assert sent.position == 2
     delivery = await engine.consume("orders")
@@ -267,7 +267,7 @@ async def test_what_nobody_could_be_told_of_is_written_when_there_is_space(clock
 
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.deferred_records == 0
+    assert engine.storage.log.writer.deferred_records == 0
     files = disk.files()
     await engine.aclose()
     engine = await open_engine(SimulatedDisk(files), clock)
@@ -310,7 +310,7 @@ async def test_a_loop_of_consumers_on_a_full_disk_does_not_fill_the_memory(clock
     for _ in range(200):
         with pytest.raises(StorageError):
             await engine.consume("orders")
-    owed = engine.storage.log.deferred_records
+    owed = engine.storage.log.writer.deferred_records
     disk.capacity = None
     await clock.advance(1)
     delivery = await engine.consume("orders")
@@ -378,7 +378,7 @@ async def test_full_again_and_again_with_tidying_nothing_confirmed_is_lost(clock
     assert refused
     disk.capacity = None
     await clock.advance(1)
-    assert engine.storage.log.deferred_records == 0
+    assert engine.storage.log.writer.deferred_records == 0
     files = disk.files()
     await engine.aclose()
     engine = await open_engine(SimulatedDisk(files), clock)
@@ -419,7 +419,7 @@ async def main() -> None:
         pass
     ballast.unlink()
     deadline = asyncio.get_running_loop().time() + 10
-    while engine.storage.log.deferred_records:
+    while engine.storage.log.writer.deferred_records:
         assert asyncio.get_running_loop().time() < deadline
         await asyncio.sleep(0.05)
     sent.append((await engine.publish("orders", b"after")).message_id)

@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 from qkit.errors import AckDeadlineExceeded, LifecycleError, QueueFull
 from qkit.message import GROUP
 from qkit.native.delivery import Delivery
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.testing import VirtualClock
 from tests.support.books import body_of
 from tests.support.disk import SimulatedDisk
@@ -490,7 +489,7 @@ class EngineModel(RuleBasedStateMachine):
             if message.body is not None
         )
         assert sum(segment.live for segment in journal.index) == messages
-        assert all(isinstance(actor, DurableActor) for actor in self.engine.catalogue.all_actors())
+        assert all(actor.journal is not None for actor in self.engine.catalogue.all_actors())
 
 
 ORDINARY = settings(

@@ -43,10 +43,10 @@ async def work(path: str, seed: int) -> None:
             record = content(mine, random.randrange(300))
             os.write(1, b"i %d\n" % mine)
             if random.random() < 0.2:
-                log.append_nowait([record])
+                log.writer.append_nowait([record])
                 await asyncio.sleep(0)
             else:
-                await log.append([record])
+                await log.writer.append([record])
                 os.write(1, b"a %d\n" % mine)
 
     async def compactor() -> None:

@@ -10,9 +10,8 @@ from typing import Any, Final
 from qkit._internal.names import check_name
 from qkit.errors import ConfigError, QueueNotFound, Unsupported
 from qkit.native.config import QueueConfig
-from qkit.native.queue.actor import EngineHooks, QueueActor
+from qkit.native.queue.queue import EngineHooks, Queue
 from qkit.native.queue.topic import Topic
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.journal import Journal
 from qkit.native.storage.replay import Replay
 
@@ -41,7 +40,7 @@ class Catalogue:
         own_loop: Callable[[], asyncio.AbstractEventLoop],
         defaults: QueueConfig,
     ) -> None:
-        self.channels: dict[str, QueueActor | Topic] = {}
+        self.channels: dict[str, Queue | Topic] = {}
         self.refused = 0  # because there were too many
         self._hooks = hooks
         self._own_loop = own_loop
@@ -54,7 +53,7 @@ class Catalogue:
 
     # Finding
 
-    def find(self, name: str, operation: str) -> QueueActor | Topic:
+    def find(self, name: str, operation: str) -> Queue | Topic:
         """The queue or topic of that name, or ``QueueNotFound``."""
         channel = self.channels.get(name)
         if channel is None:
@@ -67,10 +66,10 @@ class Catalogue:
             )
         return channel
 
-    def queue(self, name: str, operation: str, group: str | None = None) -> QueueActor:
+    def queue(self, name: str, operation: str, group: str | None = None) -> Queue:
         """The queue of that name, or a group's share of the topic of that name."""
         channel = self.find(name, operation)
-        if isinstance(channel, QueueActor):
+        if isinstance(channel, Queue):
             return channel
         if group is None:
             raise Unsupported(
@@ -81,20 +80,18 @@ class Catalogue:
             )
         return channel.group(group)
 
-    def actors(self, name: str, operation: str) -> list[QueueActor]:
+    def actors(self, name: str, operation: str) -> list[Queue]:
         """A queue, or a topic's groups."""
         return _actors(self.find(name, operation))
 
-    def all_actors(self) -> list[QueueActor]:
+    def all_actors(self) -> list[Queue]:
         """Every queue, and every group of every topic."""
         return [actor for channel in self.channels.values() for actor in _actors(channel)]
 
     def numbers(self) -> set[int]:
         """The numbers in the log of all queues, topics and groups that exist."""
         topics = {item.number for item in self.channels.values() if isinstance(item, Topic)}
-        return topics | {
-            actor.number for actor in self.all_actors() if isinstance(actor, DurableActor)
-        }
+        return topics | {actor.number for actor in self.all_actors()}
 
     # Declaring
 
@@ -190,13 +187,12 @@ class Catalogue:
             )
 
     def _reconfigure(
-        self, channel: QueueActor | Topic, config: QueueConfig, set_fields: frozenset[str]
+        self, channel: Queue | Topic, config: QueueConfig, set_fields: frozenset[str]
     ) -> None:
         before = self._stored(channel.config, self._set[channel.name])
         after = self._stored(config, set_fields)
         self._set[channel.name] = set_fields
         if self._journal is not None and after != before:
-            assert isinstance(channel, DurableActor | Topic)
             self._journal.declare(channel.name, None, after, channel.number)
         if config != channel.config:
             channel.reconfigure(config)
@@ -220,14 +216,14 @@ class Catalogue:
             and (field in set_fields or field in _FIXED_FIELDS or value != usual[field])
         }
 
-    def of_bulk_file(self, name: str, config: Mapping[str, object]) -> QueueActor | Topic:
+    def of_bulk_file(self, name: str, config: Mapping[str, object]) -> Queue | Topic:
         """What a bulk file is for, made as it says unless it exists."""
         check_name(name)
         if name not in self.channels:
             self._ensure(name, config, {"dead_letter": name + DEAD_LETTER_SUFFIX})
         return self.channels[name]
 
-    def dead_letter_queue_of(self, actor: QueueActor) -> QueueActor:
+    def dead_letter_queue_of(self, actor: Queue) -> Queue:
         """The queue of an actor's dead letters, made by need."""
         name = actor.config.dead_letter
         assert name is not None
@@ -235,7 +231,7 @@ class Catalogue:
             limit = actor.config.dead_letter_max_depth
             self._ensure(name, {"max_depth": limit, "drop_oldest": True}, {})
         target = self.channels[name]
-        assert isinstance(target, QueueActor)
+        assert isinstance(target, Queue)
         if not target.config.drop_oldest:  # made by hand: yet no dead letter may find it full
             self._ensure(name, {"drop_oldest": True}, {})
         return target
@@ -246,7 +242,6 @@ class Catalogue:
         channel.close("the queue was deleted")
         if self._journal is not None:
             for actor in _actors(channel):
-                assert isinstance(actor, DurableActor)
                 self._journal.delete(actor.number, actor.state.all_messages())
             if isinstance(channel, Topic):
                 self._journal.delete(channel.number, ())
@@ -255,7 +250,7 @@ class Catalogue:
 
     # Making
 
-    def restore(self, replay: Replay, journal: Journal) -> dict[int, DurableActor]:
+    def restore(self, replay: Replay, journal: Journal) -> dict[int, Queue]:
         """Everything that a log tells of, to be written down in ``journal``; by its number."""
         self._journal = journal
         for number, record in sorted(replay.queues.items()):
@@ -273,27 +268,29 @@ class Catalogue:
         for number in sorted(replay.assumed):
             record = replay.queues[number]
             journal.declare(record.name, record.group, record.config, number)
-        actors = [actor for actor in self.all_actors() if isinstance(actor, DurableActor)]
-        return {actor.number: actor for actor in actors}
+        return {actor.number: actor for actor in self.all_actors()}
 
-    def _new(self, name: str, config: QueueConfig, number: int) -> QueueActor | Topic:
+    def _new(self, name: str, config: QueueConfig, number: int) -> Queue | Topic:
         if config.broadcast:
             return Topic(name, config, self._new_group, number)
         return self._actor(name, config, number)
 
-    def _new_group(self, topic: Topic, group: str) -> QueueActor:
+    def _new_group(self, topic: Topic, group: str) -> Queue:
         check_name(group, "group")
         number = self._write(topic.name, group, {})
         return self._actor(topic.name, topic.config, number, group)
 
     def _actor(
         self, name: str, config: QueueConfig, number: int, group: str | None = None
-    ) -> QueueActor:
-        manager, loop, journal = self._hooks, self._own_loop(), self._journal
-        if journal is None:
-            return QueueActor(name, config, hooks=manager, loop=loop, group=group)
-        return DurableActor(
-            name, config, hooks=manager, loop=loop, journal=journal, number=number, group=group
+    ) -> Queue:
+        return Queue(
+            name,
+            config,
+            hooks=self._hooks,
+            loop=self._own_loop(),
+            group=group,
+            journal=self._journal,
+            number=number,
         )
 
     def _write(self, name: str, group: str | None, config: dict[str, object]) -> int:
@@ -304,8 +301,8 @@ class Catalogue:
         return self._journal.declare(name, group, config)
 
 
-def _actors(channel: QueueActor | Topic) -> list[QueueActor]:
-    return [channel] if isinstance(channel, QueueActor) else [*channel.groups.values()]
+def _actors(channel: Queue | Topic) -> list[Queue]:
+    return [channel] if isinstance(channel, Queue) else [*channel.groups.values()]
 
 
 def _set_in(config: Mapping[str, object]) -> Mapping[str, object]:

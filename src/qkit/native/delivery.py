@@ -7,7 +7,7 @@ from typing import Final, Literal
 from qkit.errors import MessageNotFound
 from qkit.message import Reason
 from qkit.native.cross_thread import get_ident
-from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.stored_message import StoredMessage
 
 __all__ = ["Delivery"]
@@ -20,7 +20,7 @@ class Delivery:
 
     __slots__ = ("_actor", "_message", "_token", "retry_count")
 
-    def __init__(self, actor: QueueActor, message: StoredMessage) -> None:
+    def __init__(self, actor: Queue, message: StoredMessage) -> None:
         self._actor = actor
         self._message = message
         self._token = message.state
@@ -72,7 +72,7 @@ class Delivery:
             return
         actor.ack(self._token if self._token > 0 else self._settled())
         self._token = _SETTLED
-        if actor.durable:
+        if actor.journal is not None:
             await actor.written()
 
     async def nack(self, requeue: bool = True) -> Literal["requeued", "dead_lettered"]:
@@ -90,7 +90,7 @@ class Delivery:
         else:
             alive = actor.release(token, actor.config.delay_after(attempt))
         self._token = _SETTLED
-        if actor.durable:
+        if actor.journal is not None:
             await actor.written()
         return "requeued" if alive else "dead_lettered"
 

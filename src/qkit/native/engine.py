@@ -1,9 +1,8 @@
 """The native engine: queues and topics inside this process, without a broker.
 
-It holds the queues, whose names are in ``catalogue.py``: it moves messages in and out, dead letters
-between them, and closes them. It belongs to the event loop that opened it; calls from other threads
-run in that loop: see ``cross_thread.py``. With a directory it is durable: see
-``storage/journal.py`` and ``log/log.py``.
+It moves messages in and out of the queues, whose names are in ``catalogue.py``, and closes them. It
+belongs to the event loop that opened it; calls from other threads run in that loop: see
+``cross_thread.py``. With a directory it is durable: see ``storage/journal.py`` and ``log/log.py``.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ from qkit.errors import (
     ConsumerNotFound,
     InvalidBody,
     LifecycleError,
-    LogDamaged,
+    QueueError,
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.catalogue import DEAD_LETTER_SUFFIX, Catalogue
 from qkit.native.config import Balance, QueueConfig
 from qkit.native.cross_thread import LoopPortal, callable_from_any_thread, get_ident
+from qkit.native.dead_letter_router import DeadLetterRouter
 from qkit.native.delivery import Delivery
 from qkit.native.log.disk import Disk
-from qkit.native.log.record import Publish
-from qkit.native.queue.actor import QueueActor
 from qkit.native.queue.consumers import DEFAULT_PREFETCH, Consumer, Consumers
-from qkit.native.queue.dead_message import DeadMessage
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.topic import Topic
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange
-from qkit.native.storage.journal import Journal, PendingMessage
+from qkit.native.storage.journal import Journal
 from qkit.native.storage.storage import Fsync, Storage
+from qkit.native.storage.write_batch import PendingMessage
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger("qkit.native")
 
 RESTORE_BATCH_SIZE: Final = 1_000
+MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
 MEMORY_LIMIT: Final = 64 << 20
 UNLIMITED: Final = QueueConfig(max_deliveries=None)
 
@@ -80,10 +79,10 @@ class Engine:
         self._journal: Journal | None = None
         self._entered = False
         self._closed = False
-        self.catalogue = Catalogue(self, self._own_loop, defaults or UNLIMITED)
+        self._dead_letters = DeadLetterRouter(self.clock, self.portal)
+        self.catalogue = Catalogue(self._dead_letters, self._own_loop, defaults or UNLIMITED)
+        self._dead_letters.target_of = self.catalogue.dead_letter_queue_of
         self._channels = self.catalogue.channels
-        self._callbacks: builtins.list[Callable[[DeadLetter], None]] = []
-        self._drop_callbacks: builtins.list[Callable[[DeadLetter], None]] = []
 
     # Life
 
@@ -201,8 +200,7 @@ class Engine:
         for channel in self._channels.values():
             channel.close("the engine was closed")
         for actor in self.catalogue.all_actors():
-            if isinstance(actor, DurableActor):
-                actor.suspend()
+            actor.suspend()
         self._channels.clear()
         if self._storage is not None:
             await self._storage.close()
@@ -263,6 +261,43 @@ class Engine:
         )
         self.catalogue.create(name, config)
         await self.written()
+
+    async def declare(
+        self,
+        name: str,
+        fields: Mapping[str, object],
+        *,
+        defaults: Mapping[str, object] | None = None,
+    ) -> None:
+        """Make sure that a queue exists, and set fields of its ``QueueConfig``; the last call wins.
+
+        Unlike ``create`` it does not check the name, and a queue may be declared in several ways.
+
+        Args:
+            name: Name of the queue or topic.
+            fields: What to set.
+            defaults: What to set where no declaration has set anything.
+
+        Raises:
+            ConfigError: It exists as the other kind.
+        """
+        self.catalogue.declare(name, fields, defaults=defaults)
+        await self.written()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._channels
+
+    def check_exists(self, name: str, operation: str) -> None:
+        """Raise ``QueueNotFound`` unless the queue or topic exists."""
+        self.catalogue.find(name, operation)
+
+    def queue(self, name: str, operation: str, group: str | None = None) -> Queue:
+        """Return a queue, or a group's share of a topic; the group is declared by this.
+
+        For callers in the engine's own loop. Raises ``QueueNotFound``; ``Unsupported`` for a topic
+        without ``group``.
+        """
+        return self.catalogue.queue(name, operation, group)
 
     @callable_from_any_thread
     async def written(self) -> None:
@@ -325,7 +360,7 @@ class Engine:
         actor = self.catalogue.queue(queue, "register", group)
         check_name(consumer, "consumer")
         if actor.members is None:
-            actor.members = Consumers(queue, actor.state.busy)
+            actor.members = Consumers(queue, actor.state.leases.busy)
         if actor.members.register(consumer, prefetch):
             actor.consumers += 1
 
@@ -346,7 +381,7 @@ class Engine:
         actor.members.unregister(consumer)
         actor.consumers -= 1
         actor.wake_consumer(consumer)
-        for token in actor.state.held_by(consumer):
+        for token in actor.state.leases.held_by(consumer):
             actor.release(token, count_attempt=False)
         await self.written()
 
@@ -367,13 +402,7 @@ class Engine:
         A running engine looks for them every second by itself. Queues that do not exist are
         created. Raises ``LogDamaged`` for a file that is not whole.
         """
-        return await self.storage.import_bulk_files(self.catalogue.of_bulk_file, self._admit)
-
-    def _admit(self, messages: builtins.list[tuple[DurableActor, int, Publish]]) -> None:
-        for actor, seq, message in messages:
-            actor.import_message(seq, message)
-        for actor in {actor for actor, _, _ in messages}:
-            actor.resume()
+        return await self.storage.import_bulk_files(self.catalogue.of_bulk_file)
 
     @callable_from_any_thread
     async def history(self, message_id: str) -> builtins.list[StatusChange]:
@@ -434,15 +463,9 @@ class Engine:
         if self._journal is None:
             position = channel.put(now, message_id, body, own, key, priority, due, expires)
         else:
-            values = message_id, body, own, key, priority, due, expires
-            try:
-                if isinstance(channel, DurableActor):
-                    position = await self._journal.publish_one(channel, *values)
-                else:
-                    (position,) = await self._journal.publish((self.reserve(channel, *values),))
-            except BaseException:
-                channel.wake_capacity_waiters()  # its place, if it had one, is free again
-                raise
+            queues, own = channel.reserve(message_id, own, priority)
+            message = message_id, body, own, key, priority, due, expires, queues
+            (position,) = await self._journal.publish((message,))
         # What Sent(…) does, in half its time; the checker cannot see a generic class's __new__.
         return tuple.__new__(Sent, (message_id, position))  # pyright: ignore[reportUnknownMemberType]
 
@@ -457,43 +480,43 @@ class Engine:
         finally:
             channel.wake_capacity_waiters()
 
-    def reserve(
-        self,
-        channel: QueueActor | Topic,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-    ) -> PendingMessage:
-        """Reserve a place in every queue that gets a message; for ``publish_reserved``."""
-        actors: builtins.list[DurableActor] = []
-        targets, headers = channel.targets(headers)
-        try:
-            for actor in targets:
-                assert isinstance(actor, DurableActor)
-                actor.state.reserve(id, priority)
-                actors.append(actor)
-        except BaseException:
-            for actor in actors:
-                actor.state.unreserve()
-            raise
-        return PendingMessage(id, body, headers, key, priority, due, expires, actors)
-
-    async def publish_reserved(
-        self, pending: Sequence[PendingMessage]
-    ) -> builtins.list[int | None]:
-        """Write messages to the log, then add them to their queues; their positions."""
-        assert self._journal is not None
-        try:
-            return await self._journal.publish(pending)
-        except BaseException:
-            for message in pending:  # their places are free again
-                for actor in message.actors:
-                    actor.wake_capacity_waiters()
-            raise
+    async def publish_many(
+        self, queue: str, envelopes: Sequence[Envelope]
+    ) -> builtins.list[Sent | QueueError]:
+        """Add messages in order, as many as can be; an error in the place of each other."""
+        channel = self._channels.get(queue) or self.catalogue.find(queue, "publish")
+        if channel.consumers and channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
+            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
+            # let them have a turn to fetch and one to work for as many as they usually take.
+            for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
+                await asyncio.sleep(0)
+            channel = self.catalogue.find(queue, "publish")  # or it was deleted meanwhile
+        now, journal = self._now(), self._journal
+        offset = self.clock.time() - now  # wall time less monotonic time
+        results: builtins.list[Sent | QueueError] = []
+        pending: builtins.list[PendingMessage] = []
+        for item in envelopes:
+            id, body, priority, key = item.id, item.body, item.priority, item.key
+            due, expires = item.not_before, item.expires_at
+            due = None if due is None else due - offset
+            expires = None if expires is None else expires - offset
+            headers = dict(item.headers) if item.headers else None
+            position = None
+            try:
+                if journal is None:
+                    position = channel.put(now, id, body, headers, key, priority, due, expires)
+                else:
+                    queues, headers = channel.reserve(id, headers, priority)
+                    pending.append((id, body, headers, key, priority, due, expires, queues))
+                results.append(Sent(id, position))
+            except QueueError as error:
+                results.append(error)
+        if journal is not None and pending:
+            positions = iter(await journal.publish(pending))
+            for at, sent in enumerate(results):
+                if isinstance(sent, Sent):
+                    results[at] = Sent(sent.message_id, next(positions))
+        return results
 
     async def consume(
         self,
@@ -517,7 +540,7 @@ class Engine:
                 unwanted=_release_uncharged,
             )
         actor = self._channels.get(queue)
-        if not isinstance(actor, QueueActor):
+        if not isinstance(actor, Queue):
             actor = self.catalogue.queue(queue, "consume", group)
         lease = actor.config.ack_deadline if ack_deadline is None else ack_deadline
         members = None if consumer is None else actor.registered(consumer)
@@ -525,44 +548,48 @@ class Engine:
             claimed = actor.claim(self._now(), 1, lease, consumer)
             if not claimed:
                 break
-            delivery = Delivery(actor, claimed[0])
-            if not actor.durable or (await actor.prepare(claimed) and delivery.held):
-                return delivery
-            actor.check_lost("consume")
+            if actor.journal is not None:
+                claimed = await actor.prepare(claimed)
+            if claimed:
+                return Delivery(actor, claimed[0])
+            if actor.lost is not None:
+                raise actor.lost_error("consume")
         if timeout == 0:
             return None
         return await self._wait(actor, timeout, lease, consumer, members)
 
     async def _wait(
         self,
-        actor: QueueActor,
+        actor: Queue,
         timeout: float | None,
         lease: float,
         consumer: str | None,
         members: Consumers | None,
     ) -> Delivery | None:
-        loop, place, counted = self._own_loop(), 0, members is None  # a registered one is counted
+        def free() -> int:
+            # Once registered it must stay so: this raises when it was unregistered.
+            nonlocal members
+            members = members or actor.registered(consumer)
+            return int(members is None or consumer is None or members.has_capacity(consumer))
+
+        counted = members is None  # a registered one is counted
         actor.consumers += counted
         try:
             async with asyncio.timeout(timeout):
                 while True:
-                    # Once registered it must stay so: this raises when it was unregistered.
-                    members = members or actor.registered(consumer)
-                    if consumer is not None and members and not members.has_capacity(consumer):
-                        actor.pass_wakeup_on()  # it may have been woken for a message
-                        await members.wait(consumer)
-                    elif claimed := actor.claim(self._now(), 1, lease, consumer):
-                        delivery = Delivery(actor, claimed[0])
-                        if not actor.durable or (await actor.prepare(claimed) and delivery.held):
-                            return delivery
-                    else:
-                        place = await actor.park(loop.create_future(), consumer, place=place)
-                    actor.check_lost("consume")
+                    claimed = await actor.take(1, lease, consumer, free, "consume")
+                    if claimed:
+                        ready = await actor.prepare(claimed)
+                        if ready:
+                            return Delivery(actor, ready[0])
+                    elif members is not None and consumer is not None:
+                        await members.wait(consumer)  # it holds all it may
         except ConsumerNotFound:
             actor.pass_wakeup_on()
             raise
         except TimeoutError:  # perhaps one came at the very end
-            actor.check_lost("consume")
+            if actor.lost is not None:
+                raise actor.lost_error("consume") from None
             if consumer is not None and members is not None:
                 members.prefetch(consumer, "consume")
             return await self.consume(actor.name, 0, lease, consumer, group=actor.group)
@@ -573,40 +600,11 @@ class Engine:
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter, also one dropped for want of a queue."""
-        self._callbacks.append(callback)
-
-    def route(self, actor: QueueActor, dead: builtins.list[DeadMessage]) -> None:
-        """Move messages that died to their queue's dead letters; no queue knows another."""
-        at = self.clock.time()
-        offset = at - self._now()
-        for message, reason, error in dead:
-            try:
-                envelope = actor.envelope(message, offset)
-            except LogDamaged:
-                logger.exception("a message died and its dead letter cannot be written")
-                actor.state.dropped += 1
-                continue
-            letter = DeadLetter.of(
-                envelope, channel=actor.name, group=actor.group, reason=reason, at=at, error=error
-            )
-            if actor.config.dead_letter is None:
-                actor.state.dropped += 1
-                actor.on_removed((message,))
-            else:
-                actor.move_to_dead_letters(
-                    message, self.catalogue.dead_letter_queue_of(actor), letter.to_envelope()
-                )
-                actor.state.dead_lettered += 1
-            _tell(self._callbacks, letter)
+        self._dead_letters.callbacks.append(callback)
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
-        self._drop_callbacks.append(callback)
-
-    def dropped(self, envelopes: builtins.list[Envelope]) -> None:
-        """A full dead-letter queue pushed these out."""
-        for envelope in envelopes:
-            _tell(self._drop_callbacks, DeadLetter.from_envelope(envelope))
+        self._dead_letters.drop_callbacks.append(callback)
 
     @callable_from_any_thread
     async def dead_letters(self, name: str, limit: int = 10_000) -> builtins.list[DeadLetter]:
@@ -637,12 +635,14 @@ class Engine:
         await self.written()
         return len(done)
 
-    async def _put(self, channel: QueueActor | Topic, item: Envelope) -> None:
-        values = item.id, item.body, item.headers, item.key, item.priority, None, None
+    async def _put(self, channel: Queue | Topic, item: Envelope) -> None:
+        id, body, headers, key, priority = item.id, item.body, item.headers, item.key, item.priority
         if self._journal is None:
-            channel.put(self._now(), *values)
+            channel.put(self._now(), id, body, headers, key, priority)
         else:
-            await self.publish_reserved([self.reserve(channel, *values)])
+            queues, own = channel.reserve(id, headers, priority)
+            message = id, body, own, key, priority, None, None, queues
+            await self._journal.publish((message,))
 
     @callable_from_any_thread
     async def purge_dead_letters(self, name: str) -> int:
@@ -652,23 +652,15 @@ class Engine:
         await self.written()
         return purged
 
-    def _letters(self, name: str) -> QueueActor | None:
+    def _letters(self, name: str) -> Queue | None:
         target = self.catalogue.find(name, "dead_letters").config.dead_letter
         channel = self._channels.get(target) if target is not None else None
-        return channel if isinstance(channel, QueueActor) else None
+        return channel if isinstance(channel, Queue) else None
 
 
 def _release_uncharged(delivery: Delivery | None) -> None:
     if delivery is not None:
         delivery.release_uncharged()
-
-
-def _tell(callbacks: builtins.list[Callable[[DeadLetter], None]], letter: DeadLetter) -> None:
-    for callback in callbacks:
-        try:
-            callback(letter)
-        except Exception:
-            logger.exception("a dead-letter callback failed; nothing else did")
 
 
 def _times(now: float, delay: float | None, ttl: float | None) -> tuple[float | None, float | None]:

@@ -472,7 +472,7 @@ class TestSubscription:
                 await asyncio.wait([task])
                 for delivery in held:
                     await subscription.ack(delivery)
-            assert not subscription._parked
+            assert not subscription._queue.waiters.waiters
             assert not subscription._blocked
 
     @pytest.mark.parametrize("full", [False, True])

@@ -29,7 +29,7 @@ async def fill(path: Path) -> None:
     list(log.recover())
     log.start()
     for number in range(10):
-        await log.append([content(number, 50)])
+        await log.writer.append([content(number, 50)])
     log.install(log.rewrite(1, []))
     await log.close()
 

@@ -97,10 +97,11 @@ async def test_a_bulk_file_counts_from_its_end_on_and_one_that_was_cut_short_nev
             raise RuntimeError
 
         journal = engine.storage.journal
-        append, journal.log.append = journal.log.append, cut_short  # type: ignore[assignment]
+        writer = journal.writer
+        append, writer.append = writer.append, cut_short  # type: ignore[assignment]
         with pytest.raises(RuntimeError):
             await engine.import_bulk_files()
-        journal.log.append = append  # type: ignore[method-assign]
+        writer.append = append  # type: ignore[method-assign]
         await engine.publish("orders", b"between")
         waiting = follower.plan(LogPosition(), NONE)
         assert bodies(tmp_path, waiting) == [b"before"], "it may still be completed"

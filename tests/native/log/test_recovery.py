@@ -40,7 +40,7 @@ async def small_log(*, close: bool = True, segment_bytes: int = 1 << 20) -> Simu
     log.start()
     records = [content(at, at * 5) for at in range(12)]
     for group in (records[:1], records[1:3], records[3:6], records[6:7], records[7:9], records[9:]):
-        await asyncio.gather(*(log.append([record]) for record in group))
+        await asyncio.gather(*(log.writer.append([record]) for record in group))
     files = disk.files()
     await log.close()
     return SimulatedDisk(disk.files() if close else files)
@@ -83,7 +83,7 @@ async def test_a_cut_log_is_written_on(tmp_path):
         log = Log(disk)
         before = [number(entry.content) for entry in log.recover()]
         log.start()
-        await log.append([content(77)])
+        await log.writer.append([content(77)])
         await log.close()
         assert recovered(SimulatedDisk(disk.files())) == ([*before, 77], [])
 
@@ -179,7 +179,7 @@ async def test_a_segment_whose_header_is_lost_is_set_aside_by_repair_only():
         log = Log(disk)
         list(log.recover())
         log.start()
-        segment, _ = await log.append([content(50)])
+        segment, _ = await log.writer.append([content(50)])
         assert segment != target
         await log.close()
 
@@ -235,8 +235,8 @@ async def busy_log(random: Random) -> SimulatedDisk:
 
     async def sender() -> None:
         for _ in range(random.randint(1, 6)):
-            log.append_nowait([issue()])
-            written = log.written()
+            log.writer.append_nowait([issue()])
+            written = log.writer.written()
             if written is not None and random.random() < 0.8:
                 await written
 
@@ -246,7 +246,7 @@ async def busy_log(random: Random) -> SimulatedDisk:
     async def synced_sender() -> None:
         for _ in range(random.randint(1, 6)):
             record = issue()
-            future = log.append([record])
+            future = log.writer.append([record])
             future.add_done_callback(partial(confirm, number(record)))
             await future
 
@@ -254,7 +254,9 @@ async def busy_log(random: Random) -> SimulatedDisk:
         await asyncio.gather(*(sender() for _ in range(2)), *(synced_sender() for _ in range(3)))
         if random.random() < 0.3:
             disk.capacity = sum(map(len, disk.files().values())) + 100
-            await asyncio.gather(*(log.append([issue()]) for _ in range(3)), return_exceptions=True)
+            await asyncio.gather(
+                *(log.writer.append([issue()]) for _ in range(3)), return_exceptions=True
+            )
             disk.capacity = None
         sealed = [segment for segment, _ in log.segments()]
         for segment in random.sample(sealed, min(len(sealed), 2)):
@@ -350,10 +352,10 @@ async def test_what_a_failed_sync_left_is_on_disk_once_it_is_recovered():
     log = Log(disk)
     list(log.recover())
     log.start()
-    await log.append([content(1)])
+    await log.writer.append([content(1)])
     disk.fail["sync"] = disk.fail["truncate"] = OSError(errno.EIO, "Input/output error")
     with pytest.raises(ReadOnly):
-        await log.append([content(2)])
+        await log.writer.append([content(2)])
     await log.close()
 
     # It could not be taken back. Whoever sees it now must see it after a power loss too.

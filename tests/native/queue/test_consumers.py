@@ -28,8 +28,9 @@ from qkit.errors import (
 )
 from qkit.native import Delivery as Taken
 from qkit.native import Engine
-from qkit.native.queue.actor import QueueActor
+from qkit.native.log.writer import AppendCallback
 from qkit.native.queue.consumers import Consumer
+from qkit.native.queue.queue import Queue
 from qkit.testing.clock import VirtualClock
 
 T = TypeVar("T")
@@ -53,14 +54,14 @@ async def passes(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> QueueActor:
+def actor_of(engine: Engine, queue: str = "tasks", group: str | None = None) -> Queue:
     return engine.catalogue.queue(queue, "test", group)
 
 
-def assert_nothing_left(actor: QueueActor) -> None:
+def assert_nothing_left(actor: Queue) -> None:
     """Nobody waits and nobody is on the way."""
-    assert not actor._waiters.waiters
-    assert not actor._waiters.woken
+    assert not actor.waiters.waiters
+    assert not actor.waiters.woken
     assert not actor._capacity_waiters.waiters
     assert not actor._capacity_waiters.woken
     assert actor.members is None or not actor.members._waiting
@@ -797,25 +798,14 @@ class TestWaitingForRoom:
         async with await Engine.open(tmp_path, clock=clock) as durable:
             await durable.create("tasks", max_depth=1)
             assert durable._journal is not None
-            failing = asyncio.get_running_loop().create_future()
-
-            def refuse(actor: QueueActor, id: str, *_: object) -> Coroutine[Any, Any, None]:
-                actor.state.reserve(id, None)
-
-                async def answer() -> None:
-                    try:
-                        await failing
-                    finally:
-                        actor.state.unreserve()
-
-                return answer()
-
+            writer, held = durable._journal.writer, list[AppendCallback]()
             with monkeypatch.context() as patch:
-                patch.setattr(durable._journal, "publish_one", refuse)
+                patch.setattr(writer, "append_with_callback", lambda _, done: held.append(done))
                 unlucky = await begin(durable.publish("tasks", b"unlucky"))
             waiting = await begin(durable.publish("tasks", b"lucky", wait=60))
             assert not waiting.done()
-            failing.set_exception(StorageError("no space"))
+            writer.group_number += 1  # as after the attempt to write it
+            held[0](None, StorageError("no space"))
             with pytest.raises(StorageError):
                 await unlucky
             await passes()

@@ -467,12 +467,12 @@ def test_settled_deliveries_leave_no_garbage_behind() -> None:
         if n % 2:
             queue.extend(0.0, message.state, 60.0)
         queue.ack(message.state)
-    assert len(queue._custom_lease_ends) < 200
+    assert len(queue.leases.custom_ends) < 200
     assert len(queue._expiries.heap) < 300
     assert queue.next_due() is None
-    assert not queue._leases
-    assert not queue._custom_leases
-    assert not queue._held_by
+    assert not queue.leases.regular
+    assert not queue.leases.custom
+    assert not queue.leases.holders
 
 
 @pytest.mark.proves("001-storage-3", "002-index-4")
@@ -484,7 +484,7 @@ def test_renewals_leave_no_garbage_behind() -> None:
     (long,) = queue.claim(0.0, 1, 1e6)
     for n in range(5_000):
         queue.extend(n * 10.0, message.state, LEASE)
-    assert len(queue._custom_lease_ends) < 200
+    assert len(queue.leases.custom_ends) < 200
     queue.expire(5_000 * 10.0)
     assert queue.holds(message.state)
     assert queue.holds(long.state)
@@ -498,7 +498,7 @@ def test_leases_of_any_length_end_in_their_order() -> None:
         put(queue, str(n))
         queue.claim(0.0, 1, lease)
     ended: list[float] = []
-    while (due := queue.next_lease()) is not None:
+    while (due := queue.leases.next_end()) is not None:
         before = queue.in_flight
         queue.expire(due)
         ended += [due] * (before - queue.in_flight)

@@ -266,6 +266,26 @@ async def test_dead_letters_keep_their_facts_and_can_be_replayed(places, clock, 
 
 
 @stops
+async def test_a_group_declared_between_two_sends_of_one_turn_gets_the_second(places, stop):
+    engine = await places.open()
+    await engine.create("news", broadcast=True)
+    assert await engine.consume("news", group="a") is None
+
+    async def declare_and_publish() -> None:
+        engine.queue("news", "test", "b")
+        await engine.publish("news", b"2", message_id="2")
+
+    await asyncio.gather(engine.publish("news", b"1", message_id="1"), declare_and_publish())
+
+    engine = await places.again(**stop)
+    assert [(item.group, item.id) for item in await view(engine)] == [
+        ("a", "1"),
+        ("a", "2"),
+        ("b", "2"),
+    ]
+
+
+@stops
 async def test_every_group_of_a_topic_has_its_own_share(places, stop):
     engine = await places.open()
     await engine.create("news", broadcast=True)

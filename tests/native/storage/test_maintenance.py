@@ -126,7 +126,7 @@ async def test_segments_are_removed_one_by_one_the_oldest_first(tmp_path: Path) 
     list(log.recover())
     log.start()
     for _ in range(5):
-        await log.append([b"\x01" + bytes(100)])
+        await log.writer.append([b"\x01" + bytes(100)])
     calls.clear()
     log.remove([3, 2])
     assert calls == ["00000002.seg", "sync", "00000003.seg", "sync"]
@@ -141,12 +141,12 @@ async def test_a_consumer_that_the_disk_refused_passes_its_call_on() -> None:
         waiting = [asyncio.create_task(engine.consume("orders", timeout=60)) for _ in range(2)]
         await asyncio.sleep(0)
         log = engine.storage.log
-        log._running().deferred_records = 1  # as after a refusal, before the next attempt
+        log.writer.deferred_records = 1  # as after a refusal, before the next attempt
         engine.catalogue.queue("orders", "test").put(clock.monotonic(), "1", b"", seq=1)
         done, _ = await asyncio.wait(waiting, timeout=1)
         assert len(done) == 2
         assert all(isinstance(task.exception(), StorageError) for task in done)
-        log._running().deferred_records = 0
+        log.writer.deferred_records = 0
         await engine.aclose()
 
 

@@ -26,7 +26,7 @@ async def opened(disk: SimulatedDisk, clock: VirtualClock, **options: object) ->
 async def contents(engine: Engine) -> dict[str, list[Envelope]]:
     """Everything that is in the engine, as it would be after a restart."""
     for actor in engine.catalogue.all_actors():
-        for message in list(actor.state.held()):
+        for message in list(actor.state.leases):
             actor.release(message.state)
     return {
         name: sorted(

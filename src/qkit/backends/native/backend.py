@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Final
 
 from qkit._internal.clock import Clock
 from qkit.backend import BALANCES, Capabilities, QueueSpec, QueueStats, SubscriptionSpec
@@ -15,11 +13,8 @@ from qkit.errors import BackendUnavailable, ConfigError, PartialSend, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.native.config import QueueConfig
 from qkit.native.engine import Engine
-from qkit.native.storage.journal import PendingMessage
 
 __all__ = ["NativeBackend"]
-
-MAX_BACKLOG_BEFORE_YIELD: Final = 50  # messages; with more, a send lets consumers run first
 
 
 class NativeBackend:
@@ -87,9 +82,9 @@ class NativeBackend:
         ``QueueNotFound`` when it does not exist.
         """
         if spec.passive:
-            self._engine.catalogue.find(spec.name, "declare")
+            self._engine.check_exists(spec.name, "declare")
             return
-        if spec.again and spec.name in self._engine.catalogue.channels:
+        if spec.again and spec.name in self._engine:
             return
         if spec.replicas > 1:
             raise ConfigError(
@@ -110,54 +105,23 @@ class NativeBackend:
         values = {field: value for field, value in values.items() if value is not None}
         letters = {"dead_letter": spec.dead_letter}
         if spec.consumed:
-            self._engine.catalogue.declare(spec.name, values | letters)
+            await self._engine.declare(spec.name, values | letters)
         else:
-            self._engine.catalogue.declare(spec.name, values, defaults=letters)
-        await self._engine.written()
+            await self._engine.declare(spec.name, values, defaults=letters)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        channel = self._engine.catalogue.find(queue, "publish")
-        if channel.backlog >= MAX_BACKLOG_BEFORE_YIELD:
-            # Nothing below waits for anything, so a loop of sends would starve its own consumers:
-            # let them have a turn to fetch and one to work for as many as they usually take.
-            for _ in range(2 * -(-len(envelopes) // MAX_BACKLOG_BEFORE_YIELD)):
-                await asyncio.sleep(0)
-            channel = self._engine.catalogue.find(queue, "publish")  # or it was deleted meanwhile
-        now = self._clock.monotonic()
-        offset = self._clock.time() - now  # wall time less monotonic time
-        results: list[Sent | QueueError] = []
-        pending: list[PendingMessage] | None = [] if self._engine.durable else None
-        failed = False
-        for item in envelopes:
-            due, expires = item.not_before, item.expires_at
-            values = (
-                item.id,
-                item.body,
-                dict(item.headers) if item.headers else None,
-                item.key,
-                item.priority,
-                None if due is None else due - offset,
-                None if expires is None else expires - offset,
-            )
-            try:
-                if pending is None:
-                    results.append(Sent(item.id, channel.put(now, *values)))
-                else:
-                    pending.append(self._engine.reserve(channel, *values))
-                    results.append(Sent(item.id))
-            except QueueError as error:
-                failed = True
-                results.append(error.located(backend=self.name))
-        if pending:
-            positions = iter(await self._engine.publish_reserved(pending))
-            results = [
-                item if isinstance(item, QueueError) else Sent(item.message_id, next(positions))
-                for item in results
-            ]
-        if failed:
-            raise PartialSend.of(results, backend=self.name, queue=queue)
+        results = await self._engine.publish_many(queue, envelopes)
+        for result in results:
+            if isinstance(result, QueueError):
+                raise self._partial_send(results, queue)
         return results  # type: ignore[return-value]  # no error among them
+
+    def _partial_send(self, results: list[Sent | QueueError], queue: str) -> QueueError:
+        for result in results:
+            if isinstance(result, QueueError):
+                result.located(backend=self.name)
+        return PartialSend.of(results, backend=self.name, queue=queue)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[NativeSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
@@ -167,16 +131,14 @@ class NativeBackend:
     async def _subscription(
         self, spec: SubscriptionSpec
     ) -> AsyncGenerator[NativeSubscription, None]:
-        actor = self._engine.catalogue.queue(spec.queue, "subscribe", spec.group)
-        subscription = NativeSubscription(actor, spec, self._clock)
+        queue = self._engine.queue(spec.queue, "subscribe", spec.group)
+        subscription = NativeSubscription(queue, spec, self._clock)
         await self._engine.written()  # of the group, if it is new
-        actor.consumers += 1
-        actor.subscribed.append(subscription)
+        queue.subscribe(subscription)
         try:
             yield subscription
         finally:
-            actor.subscribed.remove(subscription)
-            actor.consumers -= 1
+            queue.unsubscribe(subscription)
             await subscription.stop()
             subscription.release_uncharged()
 

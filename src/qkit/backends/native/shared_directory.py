@@ -122,7 +122,9 @@ class SharedDirectoryBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order; returns once the owner has accepted every one."""
-        return await (await self._current_backend("publish", queue)).publish(queue, envelopes)
+        role = self._role
+        backend = role.backend if role else await self._current_backend("publish", queue)
+        return await backend.publish(queue, envelopes)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[Subscription]:
         """Claim messages; the claim ends with ``SubscriptionLost`` when its owner dies."""

@@ -8,8 +8,8 @@ from typing import TypeVar
 from qkit._internal.clock import Clock
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.errors import AckDeadlineExceeded, StorageError, SubscriptionLost
-from qkit.native.queue.actor import QueueActor, envelope_of
 from qkit.native.queue.consumers import Consumer
+from qkit.native.queue.queue import Queue, envelope_of
 from qkit.native.queue.stored_message import StoredMessage
 
 __all__ = ["NativeSubscription"]
@@ -21,25 +21,23 @@ class NativeSubscription:
     """A live claim on a queue of the engine: at most ``prefetch`` unsettled deliveries."""
 
     __slots__ = (
-        "_actor",
         "_blocked",
         "_clock",
         "_consumer",
         "_held",
         "_lease",
-        "_parked",
         "_prefetch",
+        "_queue",
         "_stopped",
     )
 
-    def __init__(self, actor: QueueActor, spec: SubscriptionSpec, clock: Clock) -> None:
-        self._actor = actor
+    def __init__(self, queue: Queue, spec: SubscriptionSpec, clock: Clock) -> None:
+        self._queue = queue
         self._clock = clock
         self._consumer = spec.consumer
         self._prefetch = spec.prefetch
-        self._lease = _or(spec.ack_deadline, actor.config.ack_deadline)
+        self._lease = _or(spec.ack_deadline, queue.config.ack_deadline)
         self._held: set[int] = set()
-        self._parked: set[asyncio.Future[None]] = set()  # waiting for a message
         self._blocked: set[asyncio.Future[None]] = set()  # waiting for a free slot
         self._stopped = False
 
@@ -48,74 +46,62 @@ class NativeSubscription:
 
         Raises ``SubscriptionLost`` when the queue is deleted or the engine closed.
         """
-        if self._actor.woken and not self._stopped:
-            # Others were woken for what is there. Who asks again and again without a pause would
-            # take it all before they come to it.
+        queue = self._queue
+        if queue.waiters.woken and not self._stopped:
+            # Others were woken for what is there. A receiver that asks again and again without a
+            # pause would take it all before they run.
             await asyncio.sleep(0)
-        place = 0
         while not self._stopped:
-            self._actor.check_lost("receive")
-            free = min(limit, self._prefetch - len(self._held))
-            if free > 0:
-                try:
-                    claimed = self._actor.claim(
-                        self._clock.monotonic(), free, self._lease, self._consumer
-                    )
-                except StorageError as error:
-                    raise self._refused(error) from error
-                if claimed:
-                    tokens = [message.state for message in claimed]
-                    self._held.update(tokens)
-                    if self._actor.durable:
-                        tokens, claimed = await self._prepare(tokens, claimed)
-                    return self._deliveries(tokens, claimed)
-                place = await self._wait(self._parked, place)
-            else:
-                # Whoever took its last slot has passed on any wake-up: see QueueActor.claim.
-                await self._wait(self._blocked)
-        self._actor.pass_wakeup_on()  # it may have been woken for a message and then stopped
+            try:
+                claimed = await queue.take(limit, self._lease, self._consumer, self._free)
+                if claimed and queue.journal is not None:
+                    claimed = await self._prepare(claimed)
+            except StorageError as error:
+                raise self._refused(error) from error
+            if not claimed:
+                if self._free() <= 0 and not self._stopped:
+                    await self._wait_for_slot()
+                continue
+            offset = self._clock.time() - self._clock.monotonic()
+            deliveries: list[Delivery] = []
+            for message in claimed:
+                self._held.add(message.state)
+                envelope = envelope_of(message, offset)
+                deliveries.append(Delivery(envelope, queue.name, message.state, self._lease))
+            return deliveries
         return []
 
-    async def _wait(self, among: set[asyncio.Future[None]], place: int = 0) -> int:
-        waiter = asyncio.get_running_loop().create_future()
-        among.add(waiter)
-        try:
-            if among is self._parked:
-                return await self._actor.park(waiter, self._consumer, place=place)
-            await waiter
-            return place
-        finally:
-            among.discard(waiter)
+    def _free(self) -> int:
+        return 0 if self._stopped else self._prefetch - len(self._held)
 
-    async def _prepare(
-        self, tokens: list[int], claimed: list[StoredMessage]
-    ) -> tuple[list[int], list[StoredMessage]]:
-        """Wait until what was claimed may be handed out; without what was lost meanwhile."""
+    async def _wait_for_slot(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self._blocked.add(waiter)
         try:
-            await self._actor.prepare(claimed)
-        except BaseException as error:
+            await waiter
+        finally:
+            self._blocked.discard(waiter)
+
+    async def _prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
+        """Wait until what was claimed may be handed out; meanwhile it takes its slots."""
+        tokens = [message.state for message in claimed]
+        self._held.update(tokens)
+        try:
+            ready = await self._queue.prepare(claimed)
+        except BaseException:
             self._held.difference_update(tokens)
-            if isinstance(error, StorageError):
-                raise self._refused(error) from error
             raise
-        kept = [pair for pair in zip(tokens, claimed, strict=True) if pair[1].state == pair[0]]
-        return [token for token, _ in kept], [message for _, message in kept]
+        if len(ready) < len(claimed):
+            self.refresh()
+        return ready
 
     def _refused(self, error: StorageError) -> SubscriptionLost:
         return SubscriptionLost(
             f"nothing can be delivered, the disk refuses to record it: {error.message}",
             backend="native",
             operation="receive",
-            queue=self._actor.name,
+            queue=self._queue.name,
         )
-
-    def _deliveries(self, tokens: list[int], claimed: list[StoredMessage]) -> list[Delivery]:
-        clock, name, lease = self._clock, self._actor.name, self._lease
-        offset = clock.time() - clock.monotonic()
-        return [
-            Delivery(envelope_of(message, offset), name, token, lease)
-            for token, message in zip(tokens, claimed, strict=True)
-        ]
 
     def listed(self) -> Consumer:
         """How the engine lists this consumer."""
@@ -123,19 +109,19 @@ class NativeSubscription:
             consumer=self._consumer,
             prefetch=self._prefetch,
             in_flight=len(self._held),
-            group=self._actor.group,
+            group=self._queue.group,
         )
 
     async def ack(self, delivery: Delivery) -> None:
         """The work is done: remove the message."""
         token = delivery.receipt_of(int, "native", "ack")
         try:
-            self._actor.ack(token)
+            self._queue.ack(token)
         except AckDeadlineExceeded as error:
             raise self._lost(token, delivery, error) from None
         self._settled(delivery, token)
-        if self._actor.durable:
-            await self._actor.written()
+        if self._queue.journal is not None:
+            await self._queue.written()
 
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
@@ -144,18 +130,18 @@ class NativeSubscription:
         token = delivery.receipt_of(int, "native", "release")
         headers = dict(delivery.envelope.headers)
         try:
-            self._actor.release(token, delay, count_attempt=count_attempt, headers=headers)
+            self._queue.release(token, delay, count_attempt=count_attempt, headers=headers)
         except AckDeadlineExceeded as error:
             raise self._lost(token, delivery, error) from None
         self._settled(delivery, token)
-        if self._actor.durable:
-            await self._actor.written()
+        if self._queue.journal is not None:
+            await self._queue.written()
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
         token = delivery.receipt_of(int, "native", "extend")
         try:
-            self._actor.extend(token, seconds)
+            self._queue.extend(token, seconds)
         except AckDeadlineExceeded as error:
             raise self._lost(token, delivery, error) from None
 
@@ -163,25 +149,24 @@ class NativeSubscription:
         """Fetch no more and wake a parked ``receive``; what was delivered can be settled."""
         self._stopped = True
         self._wake_blocked()
-        for waiter in self._parked:
-            self._actor.unpark(waiter)
+        self._queue.wake_consumer(self._consumer)
 
     def refresh(self) -> None:
         """Leases were lost, or the whole queue: a lost delivery takes no slot any longer."""
-        self._held = {token for token in self._held if self._actor.state.holds(token)}
+        self._held = {token for token in self._held if self._queue.state.holds(token)}
         self._wake_blocked()
 
     def abandon(self) -> None:
         """The consumer is gone without a word: its leases end now, its attempts stay counted."""
         held, self._held = self._held, set()
-        self._actor.abandon(held)
+        self._queue.abandon(held)
 
     def release_uncharged(self) -> None:
         """Release what is still held, without charging an attempt."""
         held, self._held = self._held, set()
         for token in held:
-            if self._actor.state.holds(token):
-                self._actor.release(token, count_attempt=False)
+            if self._queue.state.holds(token):
+                self._queue.release(token, count_attempt=False)
 
     def _settled(self, delivery: Delivery, token: int) -> None:
         delivery.receipt = None

@@ -1,7 +1,7 @@
 """The log of a durable engine: an owned directory of append-only segments.
 
-Its life: ``open``, then ``recover`` to the end, then ``start`` in the loop, then ``append`` until
-``close``.
+Its life: ``open``, then ``recover`` to the end, then ``start`` in the loop, which returns the
+``Writer`` that appends records until ``close``.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from qkit.errors import ConfigError, Damage, LifecycleError, PayloadTooLarge, StorageError
+from qkit.errors import ConfigError, Damage, LifecycleError, StorageError
 from qkit.native.log.disk import Disk
 from qkit.native.log.record import MAX_CONTENT
 from qkit.native.log.recovery import Entry, Recovery
@@ -31,7 +31,7 @@ from qkit.native.log.segment import (
     write_segment,
 )
 from qkit.native.log.tail import Position, Tail
-from qkit.native.log.writer import AppendCallback, Fsync, Writer, read_only
+from qkit.native.log.writer import Fsync, Writer, read_only
 
 __all__ = [
     "Entry",
@@ -63,8 +63,8 @@ class Log:
     >>> async def example(path):
     ...     log = Log.open(path)
     ...     print([entry.content for entry in log.recover()])
-    ...     log.start()
-    ...     await log.append([b"\\x01a record"])
+    ...     writer = log.start()
+    ...     await writer.append([b"\\x01a record"])
     ...     await log.close()
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path:
@@ -193,8 +193,8 @@ class Log:
         """What ``recover`` found that was no record."""
         return self._recovery.damage
 
-    def start(self) -> None:
-        """Begin to take appends, in the running event loop."""
+    def start(self) -> Writer:
+        """Return what appends records, in the running event loop."""
         if self._tail is None or self._writer is not None or self._closed:
             raise LifecycleError("a log is started once, after recover has come to its end")
         self._writer = Writer(
@@ -204,111 +204,30 @@ class Log:
             interval=self._fsync_interval,
             inline=self.inline,
         )
+        return self._writer
 
     # Writing
 
-    def append(self, contents: Sequence[bytes]) -> asyncio.Future[Position]:
-        """Add records, next to each other; the answer is the place of the first.
-
-        It comes when they are on the disk, or by the policies ``interval`` and ``never`` when the
-        operating system has them: they survive this process, not the machine. Each record is
-        atomic, a batch is not: a crash may keep its first records only.
-
-        Call it in the loop's thread. Raises ``ReadOnly`` after a failed sync; the future raises
-        ``StorageError`` if the disk refused, and then nothing of the batch is in the log.
-        """
-        future: asyncio.Future[Position] = asyncio.get_running_loop().create_future()
-
-        def done(position: Position | None, error: StorageError | None) -> None:
-            if future.done():
-                return
-            if position is not None:
-                future.set_result(position)
-            elif error is not None:
-                future.set_exception(error)
-
-        self.append_with_callback(contents, done)
-        return future
-
-    def append_with_callback(self, contents: Sequence[bytes], done: AppendCallback) -> None:
-        """As ``append``; ``done`` is called in the loop, in the order of the appends.
-
-        Records may be added to ``contents`` as long as ``group_number`` is what it was.
-        """
-        writer = self._writer or self._running()
-        if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
-            _check(contents)
-        writer.append(contents, done)
-
-    def append_nowait(self, contents: Sequence[bytes], done: AppendCallback | None = None) -> None:
-        """Add records of what has happened: they keep their place in the order.
-
-        They are written with the next group, and synced with the next that is, after
-        ``fsync_interval`` at the latest (unless the policy is ``never``). A full disk puts them
-        off, in front of all that comes later; ``done`` is called once they are written, or when
-        the log has become read-only.
-        """
-        writer = self._writer or self._running()
-        if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
-            _check(contents)
-        writer.append_nowait(contents, done)
-
-    def written(self) -> asyncio.Future[None] | None:
-        """What to await until the operating system has all that was appended; ``None``: it has.
-
-        It raises ``StorageError`` if the disk refused a part; what was appended with
-        ``append_nowait`` will be written nevertheless, as soon as there is space.
-        """
-        return (self._writer or self._running()).written()
+    @property
+    def writer(self) -> Writer:
+        """What appends records; ``LifecycleError`` before ``start``."""
+        if self._writer is None:
+            raise LifecycleError("the log is not started", backend="native", operation="append")
+        return self._writer
 
     async def rotate(self) -> None:
         """Begin another segment, so that all that was appended is in complete ones."""
-        self._running()
+        writer = self.writer
         assert self._tail is not None
         if self._tail.empty:
             return
         self._tail.full_now = True
-        await self.sync()
-
-    async def sync(self) -> None:
-        """Wait until all that was appended is on the disk, whatever the policy."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def done(position: Position | None, error: StorageError | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        self._running().append((), done, force=True)
-        await future
-
-    def _running(self) -> Writer:
-        if self._writer is None:
-            raise LifecycleError("the log is not started", backend="native", operation="append")
-        return self._writer
+        await writer.sync()
 
     @property
     def read_only(self) -> bool:
         """Whether a sync failed: nothing is taken until the log is opened again."""
         return self._tail is not None and self._tail.broken is not None
-
-    @property
-    def deferred_records(self) -> int:
-        """How many records of ``append_nowait`` a full disk has put off."""
-        return 0 if self._writer is None else self._writer.deferred_records
-
-    @property
-    def group_number(self) -> int:
-        """Which group is being collected: until it changes, a batch in it may still grow."""
-        return 0 if self._writer is None else self._writer.group_number
-
-    @property
-    def groups(self) -> int:
-        """How many groups were written."""
-        return 0 if self._writer is None else self._writer.groups
 
     # Reading back and maintenance
 
@@ -500,14 +419,3 @@ def positions(first: Position, contents: Iterable[bytes]) -> list[Position]:
         found.append((segment, offset))
         offset += FRAME_SIZE + len(content)
     return found
-
-
-def _check(contents: Sequence[bytes]) -> None:
-    if not contents or not all(contents):
-        raise ValueError("a batch has at least one record, and a record at least its type")
-    if sum(map(len, contents)) > MAX_CONTENT:
-        raise PayloadTooLarge(
-            f"a batch of more than {MAX_CONTENT} bytes: append it in parts",
-            backend="native",
-            operation="append",
-        )

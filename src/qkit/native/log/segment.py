@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -171,28 +171,9 @@ def seal() -> bytes:
 
 
 def write_whole(disk: Disk, fd: int, parts: list[bytes], offset: int) -> None:
-    """Write all of ``parts``, by one call unless they are large or the disk takes less.
-
-    Joining costs less than a vector of hundreds of small pieces, but large bodies are not copied.
-    """
-    waiting: list[bytes] = []
-    size = 0
-    for part in parts:
-        waiting.append(part)
-        size += len(part)
-        if size >= WRITE_CHUNK_BYTES:
-            offset = _write_all(disk, fd, waiting, offset)
-            waiting, size = [], 0
-    if waiting:
-        _write_all(disk, fd, waiting, offset)
-
-
-def _write_all(disk: Disk, fd: int, parts: list[bytes], offset: int) -> int:
-    for data in (
-        [b"".join(parts)]
-        if len(parts[-1]) < WRITE_CHUNK_BYTES
-        else [b"".join(parts[:-1]), parts[-1]]
-    ):
+    """Write all of ``parts``, by one call unless they are large or the disk takes less."""
+    small = sum(map(len, parts)) < WRITE_CHUNK_BYTES
+    for data in (b"".join(parts),) if small else _chunks(parts):
         done = disk.write(fd, data, offset) if data else 0
         while done < len(data):
             more = disk.write(fd, memoryview(data)[done:], offset + done)
@@ -200,7 +181,27 @@ def _write_all(disk: Disk, fd: int, parts: list[bytes], offset: int) -> int:
                 raise OSError("the disk took nothing and gave no reason")
             done += more
         offset += len(data)
-    return offset
+
+
+def _chunks(parts: list[bytes]) -> Iterator[bytes]:
+    """Join small parts to chunks; a large part is a chunk by itself.
+
+    Joining costs less than a vector of hundreds of small pieces, but large bodies are not copied.
+    """
+    waiting: list[bytes] = []
+    size = 0
+    for part in parts:
+        if len(part) >= WRITE_CHUNK_BYTES:
+            yield b"".join(waiting)
+            yield part
+            waiting, size = [], 0
+            continue
+        waiting.append(part)
+        size += len(part)
+        if size >= WRITE_CHUNK_BYTES:
+            yield b"".join(waiting)
+            waiting, size = [], 0
+    yield b"".join(waiting)
 
 
 def write_segment(

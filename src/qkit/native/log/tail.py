@@ -9,6 +9,7 @@ from typing import Final
 
 from qkit.native.log.disk import Disk
 from qkit.native.log.segment import (
+    FRAME_SIZE,
     HEADER_SIZE,
     WRITE_CHUNK_BYTES,
     Header,
@@ -86,59 +87,62 @@ class Tail:
         Stops when the segment is full and after some megabytes: the answer is as long as what was
         written. On an ``OSError`` nothing of it is left in the file.
         """
-        if self.full:
+        if self._offset >= self._segment_bytes or self._sealed or self.full_now:
             self._rotate()
-        assert self._fd is not None
-        start = offset = self._offset
-        stop = min(start + MAX_WRITE_BYTES, self._segment_bytes)
-        number, salt = self.number, self._salt
-        parts: list[bytes] = []
-        synced = self._synced
+        synced, offset = self._synced, self._offset
+        stop = min(offset + MAX_WRITE_BYTES, self._segment_bytes)
+        contents: list[bytes] = []
         if synced > self._marked:
-            offset = frame((mark(synced, self._wall()),), salt, offset, parts)
+            contents.append(mark(synced, self._wall()))
+            offset += FRAME_SIZE + len(contents[0])
         positions: list[Position] = []
-        for contents in batches:
-            positions.append((number, offset))
-            offset = frame(contents, salt, offset, parts)
+        for batch in batches:
+            positions.append((self.number, offset))
+            contents += batch
+            offset += FRAME_SIZE * len(batch) + sum(map(len, batch))
             if offset >= stop:
                 break
-        self._put(parts, start)
-        self._offset, self._marked = offset, synced
+        self._put(contents)
+        self._marked = synced
         return positions
 
-    def _put(self, parts: list[bytes], start: int) -> None:
-        assert self._fd is not None
+    def _put(self, contents: Iterable[bytes]) -> None:
+        """Write records behind the others; after an ``OSError`` none of them is in the file."""
+        start, fd = self._offset, self._fd
+        assert fd is not None
+        parts: list[bytes] = []
+        end = frame(contents, self._salt, start, parts)
         try:
-            write_whole(self._disk, self._fd, parts, start)
+            write_whole(self._disk, fd, parts, start)
         except OSError as error:
             try:
-                self._disk.truncate(self._fd, start)
+                self._disk.truncate(fd, start)
             except OSError:
                 # Frames of the failed write would come back after the next, shorter one.
                 self.broken = error
             raise
+        self._offset = end
 
-    def sync(self) -> None:
-        """Return when everything written is on the disk."""
-        if self._offset == self._synced:
+    def sync(self, cut_on_error: int | None = None) -> None:
+        """Return when everything written is on the disk.
+
+        Args:
+            cut_on_error: Where to cut the segment if that fails, so that a reopened log does not
+                show what is in doubt.
+        """
+        offset, fd = self._offset, self._fd
+        if offset == self._synced:
             return
-        assert self._fd is not None
-        offset = self._offset
-        self._sync_file(self._fd)
-        self._synced = offset
-
-    def _sync_file(self, fd: int) -> None:
+        assert fd is not None
         try:
             self._disk.sync(fd)
         except OSError as error:
             self.broken = error
+            if cut_on_error is not None:
+                with suppress(OSError):
+                    self._disk.truncate(fd, cut_on_error)
             raise
-
-    def truncate_to(self, offset: int) -> None:
-        """Cut what a failed sync leaves in doubt, so that a reopened log does not show it."""
-        if self._fd is not None:
-            with suppress(OSError):
-                self._disk.truncate(self._fd, offset)
+        self._synced = offset
 
     def _rotate(self) -> None:
         """Seal the active segment and begin the next.
@@ -147,17 +151,13 @@ class Tail:
         successor is complete, and anything else found in it is damage.
         """
         if not self._sealed:
-            parts: list[bytes] = []
-            start = self._offset
-            offset = frame((seal(),), self._salt, start, parts)
-            self._put(parts, start)
-            self._offset = offset
+            self._put((seal(),))
             self._sealed = True
             self.sync()
         header = Header(self.number + 1, 0, self._log_id)
         name, fd, _ = write_segment(self._disk, header, (), sealed=False)
         try:
-            self._sync_file(fd)
+            self._broken_on_error(self._disk.sync, fd)
             self._disk.rename(name, name_of(header.number))
         except OSError:
             self._disk.close_file(fd)
@@ -166,8 +166,11 @@ class Tail:
             self._disk.close_file(self._fd)
         self.resume(header, fd, HEADER_SIZE)
         self.full_now = False
+        self._broken_on_error(self._disk.sync_directory)
+
+    def _broken_on_error(self, sync: Callable[..., None], *args: int) -> None:
         try:
-            self._disk.sync_directory()
+            sync(*args)
         except OSError as error:
             self.broken = error
             raise
@@ -188,9 +191,6 @@ class Tail:
         """Prove to the next start that all before was on disk; without space it does without."""
         if self._sealed or self._synced <= self._marked:
             return
-        parts: list[bytes] = []
-        offset = frame((mark(self._synced, self._wall()),), self._salt, self._offset, parts)
         with suppress(OSError):
-            self._put(parts, self._offset)
-            self._offset = offset
+            self._put((mark(self._synced, self._wall()),))
             self.sync()

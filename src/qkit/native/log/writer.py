@@ -15,9 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice, zip_longest
+from operator import itemgetter
 from typing import Final, Literal, NamedTuple
 
-from qkit.errors import LifecycleError, ReadOnly, StorageError
+from qkit.errors import LifecycleError, PayloadTooLarge, ReadOnly, StorageError
+from qkit.native.log.record import MAX_CONTENT
 from qkit.native.log.tail import Position, Tail
 
 __all__ = ["AppendCallback", "Fsync", "Writer", "read_only"]
@@ -32,6 +36,7 @@ AppendCallback = Callable[["Position | None", "StorageError | None"], None]
 # Contents, whom to tell, and whether they must be written in the end: what they tell has happened
 # in memory already, so a full disk only puts them off. A plain tuple: one for each message.
 _Batch = tuple[Sequence[bytes], "AppendCallback | None", bool]
+CONTENTS: Final = itemgetter(0)  # of a batch
 
 
 def read_only(error: OSError, operation: str) -> ReadOnly:
@@ -47,15 +52,10 @@ def read_only(error: OSError, operation: str) -> ReadOnly:
 
 class _Group(NamedTuple):
     batches: list[_Batch]
-    sync: bool  # somebody waits for the sync
+    sync: bool  # a caller waits for the sync
     force: bool  # whatever the policy
-    written: list[asyncio.Future[None]]  # of those who wait for the write alone
-
-
-class _Outcome(NamedTuple):
-    batches: list[_Batch]
-    positions: list[Position]
-    error: OSError | None
+    written: list[asyncio.Future[None]]  # of callers that wait for the write alone
+    positions: list[Position]  # of the batches that were written, in order
 
 
 class Writer:
@@ -96,34 +96,73 @@ class Writer:
 
     # In the loop's thread
 
-    def append(
+    def append(self, contents: Sequence[bytes]) -> asyncio.Future[Position]:
+        """Add records, next to each other; the result is the position of the first.
+
+        It is set when they are on the disk, or by the policies ``interval`` and ``never`` when the
+        operating system has them: they survive this process, not the machine. Each record is
+        atomic, a batch is not: a crash may keep its first records only.
+
+        Call it in the loop's thread. Raises ``ReadOnly`` after a failed sync; the future raises
+        ``StorageError`` if the disk refused, and then nothing of the batch is in the log.
+        """
+        future: asyncio.Future[Position] = self._loop.create_future()
+        self.append_with_callback(contents, partial(_answer_append, future))
+        return future
+
+    def append_with_callback(
         self, contents: Sequence[bytes], done: AppendCallback, *, force: bool = False
     ) -> None:
-        """Add a batch, confirmed when it is as safe as the policy says; see ``Log.append``.
+        """Add records as ``append`` does; ``done`` is called in the loop, in order of the appends.
 
-        ``force``: when it is on the disk, whatever the policy says.
+        Records may be added to ``contents`` as long as ``group_number`` is what it was.
+
+        Args:
+            contents: The records; none, with ``force`` only.
+            done: Called with the position of the first record, or the error.
+            force: Call it when they are on the disk, whatever the policy.
         """
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
-        self._pending.append((contents, done, False))
-        self._pending_sync = True
         if force:
             self._pending_force = True
+        elif len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
+            _check(contents)
+        self._pending.append((contents, done, False))
+        self._pending_sync = True
         if not self._busy:
             self._busy = True
             self._loop.call_soon(self._send)
 
     def append_nowait(self, contents: Sequence[bytes], done: AppendCallback | None = None) -> None:
-        """Add a batch that will be written in the end; see ``Log.append_nowait``."""
+        """Add records of what has happened: they keep their place in the order.
+
+        They are written with the next group, and synced with the next that is, after
+        ``fsync_interval`` at the latest (unless the policy is ``never``). A full disk defers them,
+        in front of all that comes later; ``done`` is called once they are written, or when the log
+        has become read-only.
+        """
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
+        if len(contents) != 1 or len(contents[0]) > MAX_CONTENT or not contents[0]:
+            _check(contents)
         self._pending.append((contents, done, True))
         if not self._busy:
             self._busy = True
             self._loop.call_soon(self._send)
 
+    async def sync(self) -> None:
+        """Wait until all that was appended is on the disk, whatever the policy."""
+        future: asyncio.Future[Position] = self._loop.create_future()
+        self.append_with_callback((), partial(_answer_append, future), force=True)
+        await future
+
     def written(self) -> asyncio.Future[None] | None:
-        """What comes true when everything added so far is written; ``None`` if it is."""
+        """Return a future of when the operating system has all that was appended; ``None``: it has.
+
+        It raises ``StorageError`` if the disk refused a part; what was appended with
+        ``append_nowait`` will be written nevertheless, as soon as there is space.
+        """
         if self._tail.broken is not None or self._closed:
             raise self._refusal()
         group = self._current
@@ -142,22 +181,18 @@ class Writer:
         if not self._pending or self._closed:
             self._busy = False
             return
-        group = self._take()
-        self._current = group
+        group = self._current = self._take()
         if self._inline and (self._always_inline or not (group.force or self._tail.full)):
-            outcomes = self._write_group(group, one_run=not self._always_inline)
-            rest = group.batches[sum(len(outcome.batches) for outcome in outcomes) :]
-            if not rest:
+            error = self._write_group(group, one_run=not self._always_inline)
+            if error is not None or len(group.positions) == len(group.batches):
                 self.groups += 1
-                self._answer(group, outcomes)
+                self._answer(group, error)
                 return
-            self._resolve(outcomes)
-            group = group._replace(batches=rest)
         self._queue.put(group)
 
     def _take(self) -> _Group:
         group = _Group(
-            self._pending, self._pending_sync, self._pending_force, self._pending_written
+            self._pending, self._pending_sync, self._pending_force, self._pending_written, []
         )
         self.group_number += 1
         self._pending, self._pending_written = [], []
@@ -165,10 +200,19 @@ class Writer:
         self.deferred_records = 0
         return group
 
-    def _answer(self, group: _Group, outcomes: list[_Outcome]) -> None:
+    def _answer(self, group: _Group, error: OSError | None) -> None:
+        """Call the callbacks of a group; ``error`` is why not all of its batches were written."""
         self._current = None
-        error = self._resolve(outcomes)
-        _settle(group.written, error)
+        failure = None if error is None else self._defer(group, error)
+        for (_, done, must), position in zip_longest(group.batches, group.positions):
+            if done is None or (position is None and must and self.deferred_records):
+                continue
+            try:
+                done(position, None if position is not None else failure)
+            except Exception:  # a mistake in one must not leave the others without an answer
+                logger.exception("a callback of the log failed")
+        if group.written:
+            _settle(group.written, failure)
         if self.deferred_records and not self._pending_sync:
             # Only what the disk refused a moment ago: give it time to find some space.
             self._busy = False
@@ -177,32 +221,19 @@ class Writer:
             # Behind those whom this wakes, so that their next batches go along.
             self._loop.call_soon(self._send)
 
+    def _defer(self, group: _Group, error: OSError) -> StorageError:
+        """Keep what must be written although the disk refused it; return the error of the rest."""
+        if self._tail.broken is None:
+            deferred = [batch for batch in group.batches[len(group.positions) :] if batch[2]]
+            # In front of what came later, so that the log tells things in the order they happened.
+            self._pending[:0] = deferred
+            self.deferred_records += sum(len(batch[0]) for batch in deferred)
+        return self._error(error)
+
     def _retry(self) -> None:
         if not self._busy:
             self._busy = True
             self._send()
-
-    def _resolve(self, outcomes: list[_Outcome]) -> StorageError | None:
-        failure: StorageError | None = None
-        for batches, positions, error in outcomes:
-            if error is None:
-                for (_, done, _), position in zip(batches, positions, strict=True):
-                    if done is not None:
-                        _tell(done, position, None)
-            else:
-                failure = self._answer_failed(batches, error)
-        return failure
-
-    def _answer_failed(self, batches: list[_Batch], error: OSError) -> StorageError:
-        failure = self._error(error)
-        deferred = [batch for batch in batches if batch[2]] if self._tail.broken is None else []
-        # In front of what came later, so that the log tells things in the order they happened.
-        self._pending[:0] = deferred
-        self.deferred_records += sum(len(batch[0]) for batch in deferred)
-        for _, done, must in batches:
-            if done is not None and not (must and deferred):
-                _tell(done, None, failure)
-        return failure
 
     def _error(self, error: OSError | None) -> StorageError:
         if self._tail.broken is not None:
@@ -269,58 +300,60 @@ class Writer:
         if self._tail.broken is None:
             self._tail.sync()
 
-    def _write_group(self, group: _Group, *, one_run: bool = False) -> list[_Outcome]:
-        outcomes: list[_Outcome] = []
-        while group.batches:
-            outcome = self._write_run(group)
-            outcomes.append(outcome)
-            if one_run:
-                break
-            group = group._replace(batches=group.batches[len(outcome.batches) :])
-        return outcomes
+    def _write_group(self, group: _Group, *, one_run: bool = False) -> OSError | None:
+        """Write the batches that are not written yet, as many at a time as a segment has room for.
 
-    def _write_run(self, group: _Group) -> _Outcome:
-        """Write the first batches of a group: as many as the segment has room for."""
-        batches = group.batches
-        if self._tail.broken is not None:
-            return _Outcome(batches, [], self._tail.broken)
+        Returns:
+            Why some could not be written. With ``one_run``, some may be left without an error.
+        """
+        tail, batches, positions = self._tail, group.batches, group.positions
+        sync = group.force or (self._fsync == "always" and group.sync)
         try:
-            positions = self._tail.write([batch[0] for batch in batches])
+            while len(positions) < len(batches):
+                if tail.broken is not None:
+                    return tail.broken
+                run = tail.write(map(CONTENTS, islice(batches, len(positions), None)))
+                if sync:
+                    if group.written and len(positions) + len(run) == len(batches):
+                        self._call(_settle, group.written, None)
+                    # Once a part was confirmed as written, a failed sync must not cut it.
+                    tail.sync(cut_on_error=None if group.written else run[0][1])
+                    self._sync_at = float("inf")
+                elif self._sync_at == float("inf") and self._fsync != "never":
+                    self._sync_at = time.monotonic() + self._interval
+                positions += run
+                if one_run:
+                    break
         except OSError as error:
-            return _Outcome(batches, [], error)
+            return error
         except Exception as error:
             # A mistake of qkit's own, or no memory: what is in the file is not known any more,
-            # and those who wait must hear of it rather than wait for a thread that is gone.
-            self._tail.broken = OSError(errno.EIO, f"the writer failed: {error!r}")
-            return _Outcome(batches, [], self._tail.broken)
-        run = batches[: len(positions)]
-        return _Outcome(run, positions, self._settle(group, run, positions))
-
-    def _settle(
-        self, group: _Group, run: list[_Batch], positions: list[Position]
-    ) -> OSError | None:
-        """Sync what was written if somebody waits for it, else see to it that it will be."""
-        if not (group.force or (self._fsync == "always" and group.sync)):
-            if self._fsync != "never" and self._sync_at == float("inf"):
-                self._sync_at = time.monotonic() + self._interval
-            return None
-        if group.written and len(run) == len(group.batches):
-            self._call(_settle, group.written, None)
-        try:
-            self._tail.sync()
-        except OSError as error:
-            if not group.written:  # else some of it was confirmed as written
-                self._tail.truncate_to(positions[0][1])
-            return error
-        self._sync_at = float("inf")
+            # and callers must hear of it rather than wait for a thread that has ended.
+            tail.broken = OSError(errno.EIO, f"the writer failed: {error!r}")
+            return tail.broken
         return None
 
 
-def _tell(done: AppendCallback, position: Position | None, error: StorageError | None) -> None:
-    try:
-        done(position, error)
-    except Exception:  # a mistake in one must not leave the others without an answer
-        logger.exception("a callback of the log failed")
+def _answer_append(
+    future: asyncio.Future[Position], position: Position | None, error: StorageError | None
+) -> None:
+    if future.done():
+        return
+    if position is not None:
+        future.set_result(position)
+    elif error is not None:
+        future.set_exception(error)
+
+
+def _check(contents: Sequence[bytes]) -> None:
+    if not contents or not all(contents):
+        raise ValueError("a batch has at least one record, and a record at least its type")
+    if sum(map(len, contents)) > MAX_CONTENT:
+        raise PayloadTooLarge(
+            f"a batch of more than {MAX_CONTENT} bytes: append it in parts",
+            backend="native",
+            operation="append",
+        )
 
 
 def _settle(futures: list[asyncio.Future[None]], error: StorageError | None) -> None:

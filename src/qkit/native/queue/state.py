@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Final
 
 from qkit.errors import AckDeadlineExceeded, InvalidPriority, MessageNotFound, QueueError, QueueFull
 from qkit.message import Reason
 from qkit.native.queue.dead_message import DeadMessage, LeaseExpired, TimeToLiveExpired
+from qkit.native.queue.leases import Leases
 from qkit.native.queue.schedule import Schedule
 from qkit.native.queue.stored_message import (
-    COMPACT_ABOVE,
     READY,
     REMOVED,
     SCHEDULED,
@@ -48,15 +47,8 @@ class QueueState:
     """
 
     __slots__ = (
-        "_busy",
-        "_custom_lease_ends",
-        "_custom_leases",
-        "_default_priority",
         "_drop_oldest",
         "_expiries",
-        "_held_by",
-        "_latest",
-        "_leases",
         "_max_deliveries",
         "_max_depth",
         "_max_priority",
@@ -72,9 +64,11 @@ class QueueState:
         "claimed",
         "dead",
         "dead_lettered",
+        "default_priority",
         "dropped",
         "evicted",
         "first_claimed",
+        "leases",
         "name",
         "published",
         "released",
@@ -110,14 +104,7 @@ class QueueState:
         self._scheduled = EMPTY_SCHEDULE
         self._scheduled_live = 0
         self._expiries = EMPTY_SCHEDULE
-        # Leases by token, in the order in which they end. Nearly all are of one length, so that a
-        # new or renewed one goes to the end; the few that do not fit in have a heap.
-        self._leases: dict[int, StoredMessage] = {}
-        self._latest = float("-inf")  # when the last of them ends
-        self._custom_leases: dict[int, StoredMessage] = {}
-        self._custom_lease_ends: list[tuple[float, int]] = []  # at least one entry for each of them
-        self._held_by: dict[int, str] = {}  # consumers' names by token, where they gave one
-        self._busy: dict[str, int] = {}  # how many messages each of them holds
+        self.leases = Leases()
 
         self.published = 0
         self.claimed = 0
@@ -135,7 +122,7 @@ class QueueState:
         self._max_depth = max_depth
         self._room = max_depth - self._reserved
         self._max_priority = max_priority
-        self._default_priority = min(DEFAULT_PRIORITY, max_priority)
+        self.default_priority = min(DEFAULT_PRIORITY, max_priority)
         self._max_deliveries = max_deliveries
         self._drop_oldest = drop_oldest
 
@@ -144,7 +131,8 @@ class QueueState:
     @property
     def ready(self) -> int:
         """Messages that could be claimed now."""
-        return self._size - self._scheduled_live - len(self._leases) - len(self._custom_leases)
+        leases = self.leases
+        return self._size - self._scheduled_live - len(leases.regular) - len(leases.custom)
 
     @property
     def scheduled(self) -> int:
@@ -154,7 +142,7 @@ class QueueState:
     @property
     def in_flight(self) -> int:
         """Messages that a consumer holds."""
-        return len(self._leases) + len(self._custom_leases)
+        return len(self.leases)
 
     @property
     def full(self) -> bool:
@@ -168,28 +156,7 @@ class QueueState:
 
     def holds(self, token: int) -> bool:
         """Whether the delivery ``token`` still owns its message."""
-        return token in self._leases or token in self._custom_leases
-
-    def held(self) -> Iterator[StoredMessage]:
-        """Every message that a consumer holds."""
-        yield from self._leases.values()
-        yield from self._custom_leases.values()
-
-    def lease(self, token: int) -> StoredMessage | None:
-        """The message that a delivery holds, if it still does."""
-        return self._leases.get(token) or self._custom_leases.get(token)
-
-    def priority(self, wanted: int | None) -> int:
-        """The priority that a message gets."""
-        return self._default_priority if wanted is None else wanted
-
-    def busy(self, consumer: str | None) -> int:
-        """How many messages the consumer of that name holds."""
-        return self._busy.get(consumer, 0) if consumer is not None else 0
-
-    def held_by(self, consumer: str) -> list[int]:
-        """The deliveries that the consumer of that name holds."""
-        return [token for token, name in self._held_by.items() if name == consumer]
+        return token in self.leases
 
     def oldest_since(self) -> float | None:
         """When the oldest ready message became ready."""
@@ -214,7 +181,7 @@ class QueueState:
         Raises ``InvalidPriority``, or ``QueueFull`` unless the queue drops its oldest.
         """
         if priority is None:
-            priority = self._default_priority
+            priority = self.default_priority
         elif not 0 <= priority <= self._max_priority and not seq:
             self.check(id, priority)
         if self._size >= self._room:
@@ -343,15 +310,14 @@ class QueueState:
         """
         if self._scheduled_live or self._expiries.heap:
             self._advance(now)
-        deadline = now + lease
-        leases = self._leases
-        if deadline >= self._latest or not leases:
-            self._latest = deadline
+        ready, leases, deadline = self._ready, self.leases, now + lease
+        table = leases.regular
+        if table and deadline < leases.latest:
+            table = leases.custom
         else:
-            leases = self._custom_leases
-        pop = self._ready.pop
+            leases.latest = deadline
         claimed: list[StoredMessage] = []
-        while limit > 0 and (message := pop()) is not None:
+        while limit > 0 and ready.mask and (message := ready.pop()) is not None:
             limit -= 1
             self._next = token = self._next + 1
             if not message.sequence:
@@ -361,34 +327,22 @@ class QueueState:
             message.attempt += 1
             message.state = token
             message.deadline = deadline
-            leases[token] = message
-            if consumer is not None:
-                self._held_by[token] = consumer
+            table[token] = message
             claimed.append(message)
         if claimed:
-            if consumer is not None:
-                self._busy[consumer] = self._busy.get(consumer, 0) + len(claimed)
             self.claimed += len(claimed)
-            if leases is self._custom_leases:
-                self._enter_custom_lease_ends(claimed)
+            if consumer is not None or table is leases.custom:
+                leases.enter(claimed, consumer)
         return claimed
-
-    def _enter_custom_lease_ends(self, strays: Iterable[StoredMessage]) -> None:
-        for message in strays:
-            heappush(self._custom_lease_ends, (message.deadline, message.state))
-        if len(self._custom_lease_ends) > 2 * len(self._custom_leases) + COMPACT_ABOVE:
-            # Taking each out when its delivery is settled would be O(n); waiting for its time
-            # would keep a whole lease's worth of settled deliveries.
-            self._custom_lease_ends = [
-                (lease.deadline, token) for token, lease in self._custom_leases.items()
-            ]
-            heapify(self._custom_lease_ends)
 
     def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message. ``AckDeadlineExceeded`` if the lease is lost."""
-        message = self._leases.pop(token, None)
-        if message is None or self._held_by:
-            message = self._take(token, "ack", message)
+        leases = self.leases
+        message = leases.regular.pop(token, None)
+        if message is None or leases.holders:
+            message = leases.take(token, message)
+            if message is None:
+                raise self._not_held(token, "ack")
         message.state = REMOVED
         self._size -= 1
         self.acked += 1
@@ -434,28 +388,13 @@ class QueueState:
 
     def extend(self, now: float, token: int, seconds: float) -> None:
         """Move the end of a lease to ``seconds`` from now."""
-        message = self._leases.pop(token, None) or self._custom_leases.pop(token, None)
-        if message is None:
+        if not self.leases.extend(token, now + seconds):
             raise self._not_held(token, "extend")
-        message.deadline = deadline = now + seconds
-        if deadline >= self._latest or not self._leases:
-            self._latest = deadline
-            self._leases[token] = message
-        else:
-            self._custom_leases[token] = message
-            self._enter_custom_lease_ends((message,))
 
-    def _take(
-        self, token: int, operation: str, message: StoredMessage | None = None
-    ) -> StoredMessage:
-        message = message or self._leases.pop(token, None) or self._custom_leases.pop(token, None)
+    def _take(self, token: int, operation: str) -> StoredMessage:
+        message = self.leases.take(token)
         if message is None:
             raise self._not_held(token, operation)
-        consumer = self._held_by.pop(token, None)
-        if consumer is not None:
-            self._busy[consumer] -= 1
-            if not self._busy[consumer]:
-                del self._busy[consumer]
         return message
 
     def _not_held(self, token: int, operation: str) -> QueueError:
@@ -475,14 +414,7 @@ class QueueState:
     def expire(self, now: float) -> list[DeadMessage]:
         """Do all that is due, expired leases included; return the dead, for routing."""
         self._advance(now)
-        ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
-        for token, message in self._leases.items():
-            if message.deadline > now:
-                break
-            ended.append(token)
-        while (end := self._next_custom_lease()) is not None and end[0] <= now:
-            ended.append(heappop(self._custom_lease_ends)[1])
-        for token in ended:
+        for token in self.leases.ended(now):
             self._expire(now, token, "expired")
         return self.take_dead()
 
@@ -512,7 +444,7 @@ class QueueState:
         )
 
     def _expire(self, now: float, token: int, how: str) -> None:
-        consumer = self._held_by.get(token)
+        consumer = self.leases.holders.get(token)
         message = self._take(token, "expire")
         if self._max_deliveries is not None and message.attempt >= self._max_deliveries:
             last = f", last with consumer {consumer}" if consumer else ""
@@ -535,25 +467,8 @@ class QueueState:
 
     def next_due(self) -> float | None:
         """When ``expire`` has something to do next; perhaps a little early, never late."""
-        dues = (self._scheduled.next_due(), self._expiries.next_due(), self.next_lease())
+        dues = (self._scheduled.next_due(), self._expiries.next_due(), self.leases.next_end())
         return min((due for due in dues if due is not None), default=None)
-
-    def next_lease(self) -> float | None:
-        """When a lease ends next."""
-        stray = self._next_custom_lease()
-        for message in self._leases.values():
-            return message.deadline if stray is None else min(message.deadline, stray[0])
-        return None if stray is None else stray[0]
-
-    def _next_custom_lease(self) -> tuple[float, int] | None:
-        ends, strays = self._custom_lease_ends, self._custom_leases
-        while ends:
-            at, token = ends[0]
-            lease = strays.get(token)
-            if lease is not None and lease.deadline == at:
-                return ends[0]
-            heappop(ends)
-        return None
 
     def _advance(self, now: float) -> None:
         while (message := self._scheduled.pop_due(now)) is not None:
@@ -636,7 +551,7 @@ class QueueState:
         """Every message, held ones included."""
         for message, _ in self.waiting():
             yield message
-        yield from self.held()
+        yield from self.leases
 
 
 def _expired(message: StoredMessage) -> TimeToLiveExpired:

@@ -145,11 +145,11 @@ class ReadyBuckets:
     first used, so that a queue of 256 priorities costs no more than it needs.
     """
 
-    __slots__ = ("_buckets", "_mask")
+    __slots__ = ("_buckets", "mask")
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
-        self._mask: int = 0
+        self.mask: int = 0  # 0: there is no message
 
     def append(self, entry: WaitingMessage, priority: int) -> int:
         """Add a message that was never delivered; return how many are ahead of it."""
@@ -158,19 +158,19 @@ class ReadyBuckets:
             bucket = self._bucket(priority)
         fresh = bucket.fresh
         ahead = len(fresh) + len(bucket.returned) - bucket.stale
-        mask = self._mask
+        mask = self.mask
         if mask >> priority > 1:
             ahead += sum(len(other) for at, other in self._buckets.items() if at > priority)
         fresh.append(entry)
         if not mask >> priority & 1:
-            self._mask = mask | 1 << priority
+            self.mask = mask | 1 << priority
         return ahead
 
     def put_back(self, message: StoredMessage) -> None:
         """Return a message that was delivered before to its place: by its sequence."""
         bucket = self._bucket(message.priority)
         heappush(bucket.returned, (message.sequence, message))
-        self._mask |= 1 << message.priority
+        self.mask |= 1 << message.priority
 
     def _bucket(self, priority: int) -> _Bucket:
         bucket = self._buckets.get(priority)
@@ -180,13 +180,13 @@ class ReadyBuckets:
 
     def pop(self) -> StoredMessage | None:
         """Take the next message."""
-        while self._mask:
-            top = self._mask.bit_length() - 1
+        while self.mask:
+            top = self.mask.bit_length() - 1
             bucket = self._buckets[top]
             fresh, returned = bucket.fresh, bucket.returned
             entry = heappop(returned)[1] if returned else fresh.popleft()
             if not fresh and not returned:
-                self._mask ^= 1 << top
+                self.mask ^= 1 << top
             if isinstance(entry, tuple):
                 return StoredMessage(entry, top)
             if entry.state == READY:
@@ -207,7 +207,7 @@ class ReadyBuckets:
 
     def _unmask(self, bucket: _Bucket) -> None:
         if not bucket.fresh and not bucket.returned:
-            self._mask &= ~(1 << bucket.priority)
+            self.mask &= ~(1 << bucket.priority)
 
     def oldest_since(self) -> float | None:
         """When the message that has been ready longest became so."""
@@ -260,7 +260,7 @@ class ReadyBuckets:
         """Forget every message; return what was there."""
         entries = [entry for bucket in self._buckets.values() for entry in bucket]
         self._buckets.clear()
-        self._mask = 0
+        self.mask = 0
         return entries
 
     def __iter__(self) -> Iterator[StoredMessage]:

@@ -10,13 +10,13 @@ from dataclasses import fields
 from qkit.backend import QueueStats
 from qkit.message import GROUP, Envelope
 from qkit.native.config import QueueConfig
-from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.queue import Queue
 
 __all__ = ["Topic"]
 
 
 class Topic:
-    """Groups, each an actor of its own, that share the bodies of their messages."""
+    """Groups, each a queue of its own, that share the bodies of their messages."""
 
     __slots__ = ("_new_group", "config", "groups", "name", "number")
 
@@ -24,17 +24,17 @@ class Topic:
         self,
         name: str,
         config: QueueConfig,
-        new_group: Callable[[Topic, str], QueueActor],
+        new_group: Callable[[Topic, str], Queue],
         number: int = 0,
     ) -> None:
         self.name = name
         self.config = config
         self.number = number  # in the log of a durable engine
-        self.groups: dict[str, QueueActor] = {}
+        self.groups: dict[str, Queue] = {}
         self._new_group = new_group
 
-    def group(self, name: str) -> QueueActor:
-        """The actor of a group, which receives from the first call on."""
+    def group(self, name: str) -> Queue:
+        """The queue of a group, which receives from the first call on."""
         actor = self.groups.get(name)
         if actor is None:
             actor = self.groups[name] = self._new_group(self, name)
@@ -70,13 +70,27 @@ class Topic:
 
     def targets(
         self, headers: dict[str, str] | None
-    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
-        """Who gets a message with these headers, and with which ones."""
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
+        """Return the queues that get a message with these headers, and its headers there."""
         if headers is None or GROUP not in headers:
             return list(self.groups.values()), headers
         # A replayed dead letter. The group is made if need be: the letter will be deleted.
         rest = {name: value for name, value in headers.items() if name != GROUP}
         return [self.group(headers[GROUP])], rest
+
+    def reserve(
+        self, id: str, headers: dict[str, str] | None, priority: int | None
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
+        """Reserve a place in every queue that gets a message; see ``Queue.reserve``."""
+        queues, headers = self.targets(headers)
+        for at, queue in enumerate(queues):
+            try:
+                queue.state.reserve(id, priority)
+            except BaseException:
+                for other in queues[:at]:
+                    other.state.unreserve()
+                raise
+        return queues, headers
 
     async def wait_for_capacity(self, timeout: float | None) -> None:
         """Wait until every group has capacity, or for ``timeout`` seconds.
@@ -92,7 +106,7 @@ class Topic:
                     actor.wake_capacity_waiters()
                     waited = True
 
-    def _without_capacity(self, waited: bool) -> QueueActor | None:
+    def _without_capacity(self, waited: bool) -> Queue | None:
         for actor in self.groups.values():
             if actor.lost is None and (actor.state.full if waited else actor.capacity_reserved):
                 return actor
@@ -102,6 +116,11 @@ class Topic:
         """Wake senders that wait for capacity in any group."""
         for actor in self.groups.values():
             actor.wake_capacity_waiters()
+
+    @property
+    def consumers(self) -> int:
+        """How many consumers all groups have."""
+        return sum(queue.consumers for queue in self.groups.values())
 
     @property
     def backlog(self) -> int:

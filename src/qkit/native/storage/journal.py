@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final
 
 from qkit._internal.clock import Clock
 from qkit.errors import QueueError, StorageError
+from qkit.message import Envelope
 from qkit.native.log.encode import (
     encode_ack,
     encode_bulk_import,
@@ -28,157 +29,17 @@ from qkit.native.log.encode import (
 )
 from qkit.native.log.log import Log, positions
 from qkit.native.log.record import DeadLetterMove, Fanout, Publish, decode
-from qkit.native.log.segment import FRAME_SIZE
 from qkit.native.log.tail import Position
 from qkit.native.log.writer import AppendCallback
-from qkit.native.queue.state import QueueState
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.storage.replay import Replay
+from qkit.native.storage.write_batch import PendingMessage, WriteBatch, unreserve
 
-__all__ = ["Journal", "JournaledQueue", "PendingMessage"]
+__all__ = ["Journal"]
 
 MAX_SEQS_PER_RECORD: Final = 10_000  # messages in one record of a purge
 MAX_BATCH_BYTES: Final = 1 << 20  # bytes of messages in one batch
-
-
-class JournaledQueue(Protocol):
-    """A queue that gets messages from the journal once they are written."""
-
-    number: int  # identifies the queue in the log
-    state: QueueState
-
-    def wake_capacity_waiters(self) -> None:
-        """Wake senders that wait for room: a reserved place is free again."""
-        ...
-
-    def admit(
-        self,
-        now: float,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-        seq: int,
-    ) -> int | None:
-        """Add a message that was written; return its position in the queue."""
-        ...
-
-
-_Queue = TypeVar("_Queue", bound=JournaledQueue)
-
-
-class PendingMessage(NamedTuple):
-    """A message on its way to the disk; times are monotonic."""
-
-    id: str
-    body: bytes
-    headers: dict[str, str] | None
-    key: str | None
-    priority: int | None
-    due: float | None
-    expires: float | None
-    actors: Sequence[JournaledQueue]  # the queue, or the groups of a topic, that will get it
-
-
-class _Batch:
-    """Arrivals that were appended together, and the sender that waits for them."""
-
-    __slots__ = ("_contents", "_first", "_future", "_journal", "_pending")
-
-    def __init__(
-        self,
-        journal: Journal,
-        pending: Sequence[PendingMessage],
-        contents: list[bytes],
-        first: int,
-        future: asyncio.Future[list[int | None]],
-    ) -> None:
-        self._journal = journal
-        self._pending = pending
-        self._contents = contents
-        self._first = first  # the number of the first message
-        self._future = future
-
-    def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Told by the log: hand the messages to their queues, also if the sender is gone."""
-        if position is None:
-            for message in self._pending:
-                for actor in message.actors:
-                    actor.state.unreserve()
-                    actor.wake_capacity_waiters()
-            if not self._future.done() and error is not None:
-                self._future.set_exception(error)
-            return
-        journal = self._journal
-        now = journal.clock.monotonic()
-        contents = self._contents
-        places = [position] if len(contents) == 1 else positions(position, contents)
-        seq, at = self._first, 0
-        answers: list[int | None] = []
-        for message in self._pending:
-            ahead: int | None = None
-            if message.actors:
-                for actor in message.actors:
-                    actor.state.unreserve()
-                    journal.index.add(seq, places[at])
-                    ahead = actor.admit(now, *message[:7], seq)
-                    seq += 1
-                at += 1
-            answers.append(ahead if len(message.actors) == 1 else None)
-        if not self._future.done():
-            self._future.set_result(answers)
-
-
-_Waiting = tuple[
-    JournaledQueue,
-    str,
-    bytes,
-    "dict[str, str] | None",
-    "str | None",
-    "int | None",
-    "float | None",
-    "float | None",
-    "asyncio.Future[int | None]",
-]
-
-
-class _Together:
-    """Single messages of one turn of the loop: one batch of the log, and one callback."""
-
-    __slots__ = ("_first", "_journal", "contents", "group_number", "size", "waiting")
-
-    def __init__(self, journal: Journal, group_number: int) -> None:
-        self._journal = journal
-        self._first = journal.next_seq
-        self.group_number = group_number
-        self.size = 0
-        self.contents: list[bytes] = []
-        self.waiting: list[_Waiting] = []
-
-    def done(self, position: Position | None, error: StorageError | None) -> None:
-        """Told by the log: hand each to its queue, also if its sender is gone."""
-        journal, seq = self._journal, self._first
-        if position is None:
-            for actor, *_, future in self.waiting:
-                actor.state.unreserve()
-                actor.wake_capacity_waiters()
-                if error is not None and not future.done():
-                    future.set_exception(error)
-            return
-        segment, offset = position
-        now, add = journal.clock.monotonic(), journal.index.add
-        for content, waiting in zip(self.contents, self.waiting, strict=True):
-            actor, id, body, headers, key, priority, due, expires, future = waiting
-            actor.state.unreserve()
-            add(seq, (segment, offset))
-            ahead = actor.admit(now, id, body, headers, key, priority, due, expires, seq)
-            if not future.done():
-                future.set_result(ahead)
-            seq += 1
-            offset += FRAME_SIZE + len(content)
 
 
 class Journal:
@@ -186,12 +47,13 @@ class Journal:
 
     def __init__(self, log: Log, clock: Clock, replay: Replay) -> None:
         self.log = log
+        self.writer = log.writer
         self.clock = clock
         self.index = replay.index
         self.next_seq = replay.last_seq + 1
         self.held = replay.held  # bytes of bodies in memory
         self._limit = replay.limit
-        self._together: _Together | None = None  # messages that are about to leave
+        self._batch: WriteBatch | None = None  # that messages of this turn may join
         self._unwritten: dict[int, bytes] = {}  # of dead letters that are on their way
         self._loop = asyncio.get_running_loop()
         self._next_queue = replay.last_queue + 1
@@ -199,118 +61,77 @@ class Journal:
     # Messages arrive
 
     def publish(self, pending: Sequence[PendingMessage]) -> asyncio.Future[list[int | None]]:
-        """Write messages, then hand them to their queues; the answer is their positions.
+        """Write messages, then hand them to their queues; the result is their positions.
 
-        Every place in a queue must have been reserved; it is given back here.
+        Every place in a queue must have been reserved; it is freed here. Messages of one turn of
+        the loop share a batch.
         """
         future: asyncio.Future[list[int | None]] = self._loop.create_future()
-        offset = self.clock.time() - self.clock.monotonic()
-        first, self._together = self.next_seq, None  # numbers are given in the order of the log
-        contents: list[bytes] = []
+        first, batch, writer = self.next_seq, self._batch, self.writer
         try:
-            for message in pending:
-                if message.actors:
-                    contents.append(self._encode(message, offset))
-            if not contents:  # a topic without groups: nobody will ever read it
+            contents, size = self._encode(pending)
+            if not contents:  # a topic without groups: no consumer will ever read it
                 future.set_result([None] * len(pending))
                 return future
-            batch = _Batch(self, pending, contents, first, future)
-            self.log.append_with_callback(contents, batch.done)
+            if (
+                batch is not None
+                and batch.group_number == writer.group_number
+                and batch.size + size <= MAX_BATCH_BYTES
+            ):
+                batch.contents += contents
+            else:
+                batch = WriteBatch(self.clock, self.index, writer.group_number, first, contents)
+                writer.append_with_callback(contents, batch.done)
+                self._batch = batch
         except BaseException:
             self.next_seq = first
-            for message in pending:
-                for actor in message.actors:
-                    actor.state.unreserve()
+            unreserve(pending)
             raise
+        batch.size += size
+        batch.calls.append((pending, future))
         return future
 
-    def publish_one(
-        self,
-        actor: JournaledQueue,
-        id: str,
-        body: bytes,
-        headers: dict[str, str] | None,
-        key: str | None,
-        priority: int | None,
-        due: float | None,
-        expires: float | None,
-    ) -> asyncio.Future[int | None]:
-        """What ``publish`` does, for one message to one queue: nearly all of them.
-
-        Raises as ``QueueState.put`` does.
-        """
-        clock, state = self.clock, actor.state
-        now, at = clock.monotonic(), clock.time()
-        content = encode_publish(
-            actor.number,
-            self.next_seq,
-            id,
-            body,
-            priority=state.priority(priority),
-            at=at,
-            due=0.0 if due is None else due - now + at,
-            expires=0.0 if expires is None else expires - now + at,
-            key=key,
-            headers=headers,
-        )
-        state.reserve(id, priority)
-        future: asyncio.Future[int | None] = self._loop.create_future()
-        waiting = actor, id, body, headers, key, priority, due, expires, future
-        together = self._together
-        if (
-            together is None
-            or together.group_number != self.log.group_number
-            or together.size > MAX_BATCH_BYTES
-        ):
-            together = _Together(self, self.log.group_number)
-            together.contents.append(content)
-            try:
-                self.log.append_with_callback(together.contents, together.done)
-            except BaseException:
-                state.unreserve()
-                raise
-            self._together = together
-        else:
-            together.contents.append(content)
-        together.waiting.append(waiting)
-        together.size += len(content)
-        self.next_seq += 1
-        return future
-
-    def _encode(self, message: PendingMessage, offset: float) -> bytes:
-        id, body, headers, key, priority, due, expires, actors = message
-        seq = self.next_seq
-        content = encode_publish(
-            actors[0].number,
-            seq,
-            id,
-            body,
-            priority=actors[0].state.priority(priority),
-            at=self.clock.time(),
-            due=0.0 if due is None else due + offset,
-            expires=0.0 if expires is None else expires + offset,
-            key=key,
-            headers=headers,
-        )
-        self.next_seq = seq + len(actors)
-        if len(actors) > 1:
-            targets = [(actor.number, seq + at) for at, actor in enumerate(actors)]
-            content = encode_fanout(targets, content)
-        return content
+    def _encode(self, pending: Sequence[PendingMessage]) -> tuple[list[bytes], int]:
+        """Number messages; return their records, one for all groups of a topic, and their size."""
+        seq, at, size = self.next_seq, self.clock.time(), 0
+        contents: list[bytes] = []
+        for id, body, headers, key, priority, due, expires, queues in pending:
+            if not queues:
+                continue
+            content = encode_publish(
+                queues[0].number,
+                seq,
+                id,
+                body,
+                priority=queues[0].state.default_priority if priority is None else priority,
+                at=at,
+                due=0.0 if due is None else due + at - self.clock.monotonic(),
+                expires=0.0 if expires is None else expires + at - self.clock.monotonic(),
+                key=key,
+                headers=headers,
+            )
+            if len(queues) > 1:
+                targets = [(queue.number, seq + nth) for nth, queue in enumerate(queues)]
+                content = encode_fanout(targets, content)
+            contents.append(content)
+            size += len(content)
+            seq += len(queues)
+        self.next_seq = seq
+        return contents, size
 
     async def import_messages(
-        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[_Queue], bytes, Publish]]]
-    ) -> list[tuple[_Queue, int, Publish]]:
+        self, name: str, chunks: AsyncIterator[list[tuple[Sequence[Queue], bytes, Publish]]]
+    ) -> list[tuple[Queue, int, Publish]]:
         """Write the messages of a bulk file: all of them count, or none if this does not return.
 
         What is written piece by piece counts once the last record is on the disk.
         """
-        arrived: list[tuple[_Queue, int, Publish]] = []
+        arrived: list[tuple[Queue, int, Publish]] = []
         begin = self.next_seq
         try:
             async for chunk in chunks:
                 arrived += await self._import_chunk(chunk)
-            await self.log.append([encode_bulk_import(name, begin, self.next_seq - 1)])
+            await self.writer.append([encode_bulk_import(name, begin, self.next_seq - 1)])
         except BaseException:
             for _, seq, _ in arrived:
                 self.index.forget(seq)
@@ -318,11 +139,11 @@ class Journal:
         return arrived
 
     async def _import_chunk(
-        self, chunk: list[tuple[Sequence[_Queue], bytes, Publish]]
-    ) -> list[tuple[_Queue, int, Publish]]:
-        first, self._together = self.next_seq, None
+        self, chunk: list[tuple[Sequence[Queue], bytes, Publish]]
+    ) -> list[tuple[Queue, int, Publish]]:
+        first, self._batch = self.next_seq, None
         contents: list[bytes] = []
-        arrived: list[tuple[_Queue, int, Publish]] = []
+        arrived: list[tuple[Queue, int, Publish]] = []
         for actors, content, message in chunk:
             targets = [(actor.number, self.next_seq + at) for at, actor in enumerate(actors)]
             self.next_seq += len(targets)
@@ -346,7 +167,7 @@ class Journal:
             if not future.done():
                 future.set_result(None)
 
-        self.log.append_with_callback(contents, done)
+        self.writer.append_with_callback(contents, done)
         await future
         return arrived
 
@@ -367,7 +188,12 @@ class Journal:
         config: dict[str, object],
         number: int | None = None,
     ) -> int:
-        """A queue exists, or (with its number) has other limits; return its number."""
+        """A queue exists, or (with its number) has other limits; return its number.
+
+        What is published next must not join a batch in front of this record: a message to several
+        groups counts only if all of them were declared before.
+        """
+        self._batch = None
         if number is None:
             number = self._next_queue
             self._next_queue += 1
@@ -378,6 +204,22 @@ class Journal:
         """A queue and all that was in it are gone."""
         self._note(encode_delete(number))
         self._forget(messages)
+
+    # What queues ask
+
+    @property
+    def disk_full(self) -> bool:
+        """Whether records wait for space on the disk."""
+        return self.writer.deferred_records > 0
+
+    @property
+    def reads_inline(self) -> bool:
+        """Whether bodies may be read in the event loop."""
+        return self.log.inline
+
+    def forget(self, seq: int) -> None:
+        """Forget where a message lies."""
+        self.index.forget(seq)
 
     # What happens to messages
 
@@ -412,16 +254,20 @@ class Journal:
         number: int,
         message: StoredMessage,
         target: int,
-        id: str,
-        body: bytes,
-        headers: dict[str, str],
-        key: str | None,
+        letter: Envelope,
         priority: int,
     ) -> int:
         """A message died and its letter enters the queue ``target``; return the letter's number."""
-        seq, self._together = self.next_seq, None
-        letter = encode_publish(
-            target, seq, id, body, priority=priority, at=self.clock.time(), key=key, headers=headers
+        seq, self._batch = self.next_seq, None
+        content = encode_publish(
+            target,
+            seq,
+            letter.id,
+            letter.body,
+            priority=priority,
+            at=self.clock.time(),
+            key=letter.key,
+            headers=letter.headers,
         )
 
         def done(position: Position | None, error: StorageError | None) -> None:
@@ -429,8 +275,8 @@ class Journal:
                 self.index.add(seq, position)
                 self._unwritten.pop(seq, None)
 
-        self._unwritten[seq] = body
-        self._note(encode_dead_letter_move(number, message.seq, letter), done)
+        self._unwritten[seq] = letter.body
+        self._note(encode_dead_letter_move(number, message.seq, content), done)
         self.next_seq = seq + 1
         self._forget((message,))
         return seq
@@ -456,11 +302,11 @@ class Journal:
         error; whoever waits for ``written`` is.
         """
         if not self.log.read_only:
-            self.log.append_nowait((content,), done)
+            self.writer.append_nowait((content,), done)
 
     def written(self) -> asyncio.Future[None] | None:
         """What to await until a crash of this process cannot undo what happened so far."""
-        return self.log.written()
+        return self.writer.written()
 
     # Reading back
 

@@ -27,7 +27,7 @@ from qkit.native.log.disk import Disk
 from qkit.native.log.log import SEGMENT_BYTES, Fsync, Log, storage_errors
 from qkit.native.log.record import Publish
 from qkit.native.log.retention import retention_lock
-from qkit.native.queue.actor import QueueActor
+from qkit.native.queue.queue import Queue
 from qkit.native.queue.topic import Topic
 from qkit.native.storage.compaction import (
     CompactionPlan,
@@ -37,7 +37,6 @@ from qkit.native.storage.compaction import (
     plan,
     reindex,
 )
-from qkit.native.storage.durable_queue import DurableActor
 from qkit.native.storage.history import StatusChange, history_of
 from qkit.native.storage.journal import Journal
 from qkit.native.storage.replay import RecoveredMessage, Replay
@@ -163,11 +162,12 @@ class Storage:
         try:
             await self.log.close()
         finally:
-            if self.log.deferred_records:
+            deferred = self.log.writer.deferred_records
+            if deferred:
                 logger.error(
                     "the disk is full: %d records could not be written before closing; what they "
                     "settled will be delivered again",
-                    self.log.deferred_records,
+                    deferred,
                 )
 
     async def _in_thread(self, function: Callable[P, _T], *args: P.args, **kwargs: P.kwargs) -> _T:
@@ -182,8 +182,8 @@ class Storage:
         while not self.log.read_only:
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
             passed += CHECK_INTERVAL_SECONDS
-            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.groups == seen else 0.0
-            seen = self.log.groups
+            quiet = quiet + CHECK_INTERVAL_SECONDS if self.log.writer.groups == seen else 0.0
+            seen = self.log.writer.groups
             due = quiet == IDLE_SECONDS or passed >= MAINTENANCE_INTERVAL_SECONDS or self._grown()
             # Whatever goes wrong, it is told and tried again: without maintenance the
             # disk would fill up in silence.
@@ -199,7 +199,7 @@ class Storage:
             except Exception:
                 logger.exception("the log could not be tidied; it is as before")
             if due:
-                passed, seen = 0.0, self.log.groups
+                passed, seen = 0.0, self.log.writer.groups
 
     def _grown(self) -> bool:
         behind = self.log.active - 1 - self._covered
@@ -234,7 +234,8 @@ class Storage:
 
     async def _compact(self) -> None:
         sizes = await self._in_thread(self.log.segments)
-        await self.log.sync()  # a segment may be complete before the index has heard what is in it
+        # A segment may be complete before the index has its messages.
+        await self.log.writer.sync()
         index = self.journal.index
         oldest = sizes[0][0] if sizes else 0
         border = await self._in_thread(self._readers_border)
@@ -249,7 +250,7 @@ class Storage:
             planned = plan(run, index, self._queues(), first=run[0] == oldest)
             # What became of the messages that are taken out (a dead letter, say) must not be lost
             # when they are.
-            await self.log.sync()
+            await self.log.writer.sync()
             compacted = await self._in_thread(compact, self.log, planned, self._segment_bytes)
             planned.segments = compacted.segments
             await self._exchange(planned, compacted)
@@ -301,11 +302,9 @@ class Storage:
         return [job for job in published_jobs(self.path) if job not in self._refused]
 
     async def import_bulk_files(
-        self,
-        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
-        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+        self, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
     ) -> int:
-        """Write the messages of every waiting bulk file to the log, then hand them to ``admit``.
+        """Write the messages of every waiting bulk file to the log, then add them to their queues.
 
         Each file is taken exactly once; returns how many messages. One that is not whole, or
         names what cannot be a queue, is left where it is for good, and raised after the others.
@@ -314,7 +313,7 @@ class Storage:
         async with self._import_lock:
             for job in self.waiting():
                 try:
-                    count += await run_to_completion(self._import_job(job, channel, admit))
+                    count += await run_to_completion(self._import_job(job, channel))
                 except (LogDamaged, InvalidName, ConfigError) as error:
                     self._refused.add(job)
                     failure = failure or error
@@ -323,34 +322,45 @@ class Storage:
         return count
 
     async def _import_job(
-        self,
-        job: str,
-        channel: Callable[[str, Mapping[str, object]], QueueActor | Topic],
-        admit: Callable[[list[tuple[DurableActor, int, Publish]]], None],
+        self, job: str, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
     ) -> int:
-        messages: list[tuple[DurableActor, int, Publish]] = []
+        messages: list[tuple[Queue, int, Publish]] = []
         if job not in self._imported:
             await self._in_thread(check_bulk, self.path, job)
             messages = await self.journal.import_messages(job, self._chunks(job, channel))
             self._imported.add(job)
-            admit(messages)
+            self._add_imported(messages)
         await self._in_thread(remove_job, self.path, job)
         return len(messages)
 
+    def _add_imported(self, messages: list[tuple[Queue, int, Publish]]) -> None:
+        """Add messages of a bulk file to their queues, whose limits do not hold for these."""
+        for queue, seq, message in messages:
+            if queue.lost is not None:
+                self.journal.forget(seq)
+                continue
+            body = self.journal.body_to_keep(message.body)
+            recovered = RecoveredMessage(message, queue.number, seq, body)
+            recovered.at = message.at or self._clock.time()
+            recovered.priority = min(message.priority, queue.config.max_priority)
+            queue.state.published += 1
+            queue.restore(recovered)
+        for queue in {queue for queue, _, _ in messages}:
+            queue.resume()
+
     async def _chunks(
-        self, job: str, channel: Callable[[str, Mapping[str, object]], QueueActor | Topic]
-    ) -> AsyncGenerator[list[tuple[Sequence[DurableActor], bytes, Publish]], None]:
+        self, job: str, channel: Callable[[str, Mapping[str, object]], Queue | Topic]
+    ) -> AsyncGenerator[list[tuple[Sequence[Queue], bytes, Publish]], None]:
         bulk = read_bulk(self.path, job)
         while chunk := await self._in_thread(lambda: list(islice(bulk, BULK_CHUNK_MESSAGES))):
-            messages: list[tuple[Sequence[DurableActor], bytes, Publish]] = []
+            messages: list[tuple[Sequence[Queue], bytes, Publish]] = []
             for queue, content, message, config in chunk:
                 target = channel(queue, config)
                 if message is None:
                     continue
                 targets, _ = target.targets(None)
-                actors = [actor for actor in targets if isinstance(actor, DurableActor)]
-                if actors:
-                    messages.append((actors, content, message))
+                if targets:
+                    messages.append((targets, content, message))
             if messages:
                 yield messages
 

@@ -1,7 +1,8 @@
-"""The one owner of a queue's state: its waiting consumers and its one timer.
+"""``Queue``: one queue inside a running engine, the only owner of its state.
 
-Everything runs in the engine's event loop and nothing in here awaits between looking at the state
-and changing it, so a queue needs no lock and never waits for another queue.
+It has its waiting consumers, its one timer and, in a durable engine, the journal that records what
+happens. Everything runs in the engine's event loop and nothing in here awaits between looking at
+the state and changing it, so a queue needs no lock and never waits for another queue.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from random import Random
-from typing import Any, ClassVar, Final, Protocol
+from typing import Final, Protocol
 
 from qkit._internal.clock import Clock
 from qkit.backend import QueueStats
-from qkit.errors import LogDamaged, SubscriptionLost
+from qkit.errors import LogDamaged, StorageError, SubscriptionLost
 from qkit.message import Envelope, Reason
 from qkit.native.config import QueueConfig
 from qkit.native.cross_thread import LoopPortal
-from qkit.native.queue.consumers import Consumer, Consumers
+from qkit.native.queue.consumers import Consumers
 from qkit.native.queue.dead_message import DeadMessage
+from qkit.native.queue.protocols import QueueJournal, RestoredMessage, Subscriber
 from qkit.native.queue.state import QueueState
 from qkit.native.queue.stored_message import StoredMessage, WaitingMessage
 from qkit.native.queue.wait_list import WaitList
 
-__all__ = ["EngineHooks", "QueueActor", "envelope_of"]
+__all__ = ["EngineHooks", "Queue", "envelope_of"]
 
 logger = logging.getLogger("qkit.native")
 
@@ -35,12 +37,12 @@ EMPTY_WAIT_LIST: Final = WaitList(lambda: None)
 
 
 class EngineHooks(Protocol):
-    """What an actor needs of its engine."""
+    """What a queue needs of its engine."""
 
     clock: Clock
     portal: LoopPortal
 
-    def route(self, actor: QueueActor, dead: list[DeadMessage]) -> None:
+    def route(self, queue: Queue, dead: list[DeadMessage]) -> None:
         """Move messages that died to their dead letters; no queue knows another."""
         ...
 
@@ -49,20 +51,22 @@ class EngineHooks(Protocol):
         ...
 
 
-class Subscriber(Protocol):
-    """An open subscription, as its queue knows it."""
+class Queue:
+    """A queue, or one group's share of a topic, inside a running engine.
 
-    def listed(self) -> Consumer:
-        """How it is listed among the consumers."""
-        ...
+    Its methods change the state at once. In a durable engine they also record the change, in the
+    same turn of the loop; a caller that must know that a crash cannot undo it awaits ``written``,
+    or ``prepare`` for what it claimed.
 
-    def refresh(self) -> None:
-        """Leases were lost, or the whole queue."""
-        ...
-
-
-class QueueActor:
-    """A queue, or one group's share of a topic, inside a running engine, in memory."""
+    Args:
+        name: Name of the queue or topic.
+        config: Its limits.
+        hooks: The engine.
+        loop: The engine's loop.
+        group: The group of a topic.
+        journal: Records what happens; ``None`` in memory.
+        number: Identifies the queue in the journal.
+    """
 
     __slots__ = (
         "_armed_at",
@@ -72,20 +76,19 @@ class QueueActor:
         "_loop",
         "_random",
         "_timer",
-        "_waiters",
         "config",
         "consumers",
         "group",
+        "journal",
         "lost",
         "members",
         "name",
+        "number",
         "portal",
         "state",
         "subscribed",
+        "waiters",
     )
-
-    durable: ClassVar[bool] = False
-    """Whether what happens must be awaited until it is written: ``prepare`` and ``written``."""
 
     def __init__(
         self,
@@ -95,9 +98,13 @@ class QueueActor:
         hooks: EngineHooks,
         loop: asyncio.AbstractEventLoop,
         group: str | None = None,
+        journal: QueueJournal | None = None,
+        number: int = 0,
     ) -> None:
         self.name = name
         self.group = group
+        self.journal = journal
+        self.number = number
         self.config = config
         self.state = QueueState(
             name,
@@ -114,7 +121,7 @@ class QueueActor:
         self._hooks = hooks
         self._clock = hooks.clock
         self._loop = loop
-        self._waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
+        self.waiters = EMPTY_WAIT_LIST  # consumers that wait for a message
         self._capacity_waiters = EMPTY_WAIT_LIST  # senders that wait for room
         self._random: Random | None = Random() if config.balance == "random" else None
         self._timer: asyncio.TimerHandle | None = None
@@ -136,15 +143,25 @@ class QueueActor:
 
     def targets(
         self, headers: dict[str, str] | None
-    ) -> tuple[Sequence[QueueActor], dict[str, str] | None]:
-        """Who gets a message with these headers, and with which ones."""
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
+        """Return the queues that get a message with these headers, and its headers there."""
+        return (self,), headers
+
+    def reserve(
+        self, id: str, headers: dict[str, str] | None, priority: int | None
+    ) -> tuple[Sequence[Queue], dict[str, str] | None]:
+        """Reserve a place for a message, which ``Journal.publish`` frees; return its ``targets``.
+
+        Raises ``InvalidPriority`` and ``QueueFull``.
+        """
+        self.state.reserve(id, priority)
         return (self,), headers
 
     def put(
         self,
         now: float,
         id: str,
-        body: bytes | None,
+        body: bytes,
         headers: dict[str, str] | None = None,
         key: str | None = None,
         priority: int | None = None,
@@ -152,23 +169,84 @@ class QueueActor:
         expires: float | None = None,
         seq: int = 0,
     ) -> int | None:
-        """Add a message and wake a consumer for it; see ``QueueState.put``."""
-        state = self.state
-        position = state.put(now, id, body, headers, key, priority, due, expires, seq)
+        """Add a message and wake a consumer for it; see ``QueueState.put``.
+
+        In a durable engine it has been written: ``seq`` is its number in the log.
+        """
+        state, journal = self.state, self.journal
+        kept: bytes | None = body
+        if journal is not None:
+            if self.lost is not None:
+                journal.forget(seq)
+                return None
+            kept = journal.body_to_keep(body)
+        position = state.put(now, id, kept, headers, key, priority, due, expires, seq)
         if state.evicted:
             evicted, state.evicted = state.evicted, ()
             self._evict(evicted)
-        if self._waiters.waiters and position is not None:
+        if self.waiters.waiters and position is not None:
             self.wake()
         if due is not None or expires is not None:
             self._rearm()
         return position
 
+    async def take(
+        self,
+        limit: int,
+        lease: float,
+        consumer: str | None,
+        free: Callable[[], int],
+        operation: str = "receive",
+    ) -> list[StoredMessage]:
+        """Claim messages as soon as there are any; safe to cancel. Call ``prepare`` with them.
+
+        Args:
+            limit: How many to claim at most.
+            lease: How long they are leased, in seconds.
+            consumer: Name of the consumer, if it has one.
+            free: Returns how many more messages the consumer may hold now.
+            operation: Named in the error.
+
+        Returns:
+            The messages; none when ``free`` returned none.
+
+        Raises:
+            SubscriptionLost: The queue was deleted or the engine closed.
+            StorageError: The disk is full.
+        """
+        place = 0
+        while self.lost is None:
+            slots = free()
+            if slots <= 0:
+                self.pass_wakeup_on()  # it may have been woken for a message
+                return []
+            claimed = self.claim(self._clock.monotonic(), min(limit, slots), lease, consumer)
+            if claimed:
+                return claimed
+            if self.waiters is EMPTY_WAIT_LIST:
+                self.waiters = WaitList(self.pass_wakeup_on)
+            # When another consumer was quicker, it waits on at its old place.
+            place = await self.waiters.wait(self._loop.create_future(), consumer, place)
+        raise self.lost_error(operation)
+
     def claim(
         self, now: float, limit: int, lease: float, consumer: str | None = None
     ) -> list[StoredMessage]:
-        """Lease what is ready; see ``QueueState.claim``."""
-        state, waiters = self.state, self._waiters
+        """Lease what is ready; see ``QueueState.claim``.
+
+        A durable queue records the count of the attempt before anything is handed out. Raises
+        ``StorageError`` while the disk is full: each message that is handed out and given back
+        would be two more records.
+        """
+        state, waiters, journal = self.state, self.waiters, self.journal
+        if journal is not None and journal.disk_full:
+            self.wake()  # the consumer that was woken for this message has not taken it
+            raise StorageError(
+                "nothing is delivered while the disk is full: free some space",
+                backend="native",
+                operation="consume",
+                queue=self.name,
+            )
         if limit > 1 and (waiters.waiters or waiters.woken):
             # Others wait as well: leave them their share of what is there.
             waiting = 1 + len(waiters.woken) + len(waiters.waiters)
@@ -182,20 +260,78 @@ class QueueActor:
             # Whoever is woken takes what it can and wakes the next one for the rest, so that as
             # long as messages are ready and consumers parked, a wake-up is under way.
             self.pass_wakeup_on()
+        if journal is not None and claimed:
+            journal.claim(self.number, claimed)
         return claimed
 
     async def prepare(self, claimed: list[StoredMessage]) -> list[StoredMessage]:
-        """Wait until claimed messages may be handed out; those that can be."""
-        return claimed
+        """Wait until the claim is written, and read the bodies that were left on the disk.
+
+        If that fails or is cancelled the messages go back, with no attempt charged.
+
+        Returns:
+            The messages that are still held and can be read.
+        """
+        journal = self.journal
+        if journal is None:
+            return claimed
+        tokens = [message.state for message in claimed]
+        try:
+            missing = [(m.state, m) for m in claimed if m.body is None]
+            written = journal.written()
+            if missing:
+                await self._load(journal, missing)
+            if written is not None:
+                await written
+        except BaseException:
+            for token in tokens:
+                if self.state.holds(token):
+                    self.release(token, count_attempt=False)
+            raise
+        return [
+            message
+            for token, message in zip(tokens, claimed, strict=True)
+            if message.state == token and message.body is not None
+        ]
+
+    async def _load(self, journal: QueueJournal, missing: list[tuple[int, StoredMessage]]) -> None:
+        messages = [message for _, message in missing]
+        if journal.reads_inline:
+            bodies = journal.load(messages)
+        else:
+            bodies = await asyncio.to_thread(journal.load, messages)
+        for (token, message), body in zip(missing, bodies, strict=True):
+            if self.lost is not None or not self.state.holds(token) or message.body is not None:
+                continue  # its lease ended, and another delivery may have read it meanwhile
+            if body is None:
+                self._drop_unreadable(token, message)
+            else:
+                message.body = body
+                journal.held += len(body)
+
+    def _drop_unreadable(self, token: int, message: StoredMessage) -> None:
+        logger.error(
+            "message %s of %r cannot be read from the log any more and is left out; open the "
+            "directory with repair=True to see what is damaged",
+            message.id,
+            self.name,
+        )
+        self.state.drop_unreadable(token)
+        self._freed()
 
     async def written(self) -> None:
         """Wait until a crash of this process cannot undo what happened so far."""
+        written = None if self.journal is None else self.journal.written()
+        if written is not None:
+            await written
 
     def ack(self, token: int) -> StoredMessage:
         """The work is done: forget the message; see ``QueueState.ack``."""
         message = self.state.ack(token)
         if self._capacity_waiters.waiters or self.members is not None:
             self._freed()
+        if self.journal is not None and self.lost is None:
+            self.journal.ack(self.number, message)
         return message
 
     def release(
@@ -207,11 +343,18 @@ class QueueActor:
         headers: dict[str, str] | None = None,
     ) -> bool:
         """Give a held message back; see ``QueueState.release``."""
-        alive = self.state.release(
-            self._clock.monotonic(), token, delay, count_attempt=count_attempt, headers=headers
-        )
+        journal, message = self.journal, None
+        if journal is not None and self.lost is None:
+            message = self.state.leases.get(token)
+        before = None if message is None else message.headers
+        now = self._clock.monotonic()
+        alive = self.state.release(now, token, delay, count_attempt=count_attempt, headers=headers)
         self._route_dead_and_wake(self.state.take_dead())
         self._rearm()
+        if journal is not None and message is not None and alive:
+            changed = headers if headers is not None and headers != (before or {}) else None
+            due = now + delay if delay > 0 else None
+            journal.release(self.number, message, due, changed)
         return alive
 
     def reject(self, token: int, reason: Reason, error: Exception | None = None) -> None:
@@ -244,25 +387,75 @@ class QueueActor:
         self._freed()
         return len(removed)
 
-    # What a durable queue does more
+    # Durable queues
 
-    def on_leases_ended(self, messages: Sequence[StoredMessage]) -> None:
-        """Called with messages that wait again because their leases ended."""
+    def restore(self, message: RestoredMessage) -> None:
+        """Take back a message that the log has. A lease does not outlive its engine."""
+        now, wall = self._clock.monotonic(), self._clock.time()
+        since = now - max(0.0, wall - message.at)
+        stored = self.state.restore(
+            now,
+            (message.id, message.body, message.headers, since, message.seq),
+            priority=message.priority,
+            key=message.key,
+            due=message.due - wall + now if message.due else None,
+            expires=message.expires - wall + now if message.expires else None,
+            attempt=message.attempt,
+        )
+        limit = self.config.max_deliveries
+        if message.held and stored is not None and limit is not None and stored.attempt >= limit:
+            self.state.dead_letter_restored(stored)  # it may be what ended the engine
+
+    def resume(self) -> None:
+        """Do what is due, after every message was taken back."""
+        self._route_dead_and_wake(self.state.take_dead())
+        self._rearm()
+
+    def suspend(self) -> None:
+        """Record that the engine is closed: what consumers hold was not ended by a crash."""
+        if self.journal is not None:
+            for message in self.state.leases:
+                self.journal.release(self.number, message, None, None)
 
     def on_removed(self, messages: Sequence[WaitingMessage]) -> None:
-        """Called with messages that have left the queue for good."""
+        """Record that messages have left the queue for good."""
+        if messages and self.journal is not None and self.lost is None:
+            self.journal.remove(self.number, messages)
 
-    def move_to_dead_letters(
-        self, message: StoredMessage, target: QueueActor, letter: Envelope
-    ) -> None:
-        """Add the dead letter of a message that left this queue to ``target``."""
-        target.put(self._clock.monotonic(), letter.id, letter.body, letter.headers, letter.key)
+    def move_to_dead_letters(self, message: StoredMessage, target: Queue, letter: Envelope) -> None:
+        """Add the dead letter of a message that left this queue to ``target``.
+
+        In the journal that is one record.
+        """
+        now, journal = self._clock.monotonic(), self.journal
+        if journal is None:
+            target.put(now, letter.id, letter.body, letter.headers, letter.key)
+        elif self.lost is None:
+            priority = target.state.default_priority
+            seq = journal.dead_letter(self.number, message, target.number, letter, priority)
+            target.put(now, letter.id, letter.body, letter.headers, letter.key, priority, seq=seq)
 
     def envelope(
         self, message: StoredMessage, offset: float, not_before: float | None = None
     ) -> Envelope:
-        """A message as it leaves the engine; see ``envelope_of``."""
-        return envelope_of(message, offset, not_before)
+        """Return a message as it leaves the engine, its body read if needed.
+
+        Raises ``LogDamaged`` if the body cannot be read any more.
+        """
+        envelope = envelope_of(message, offset, not_before)
+        if message.body is None and self.journal is not None:
+            body = self.journal.body(message)
+            if body is None:
+                raise LogDamaged(
+                    "the body of a message cannot be read from the log any more: open the "
+                    "directory with repair=True to see what is damaged",
+                    backend="native",
+                    operation="read",
+                    queue=self.name,
+                    message_id=message.id,
+                )
+            envelope.body = body
+        return envelope
 
     def _evict(self, messages: Sequence[StoredMessage]) -> None:
         offset = self._clock.time() - self._clock.monotonic()
@@ -317,12 +510,14 @@ class QueueActor:
         """Route the dead, and wake consumers for what became ready."""
         if self.state.returned:
             returned, self.state.returned = self.state.returned, []
-            self.on_leases_ended(returned)
+            if self.journal is not None:
+                for message in returned:  # they wait again: their bodies may stay on the disk
+                    self.journal.release_body(message)
         if dead:
             self._route_dead(dead)
         elif self.members is not None:
             self._freed()
-        for _ in range(min(self.state.ready, len(self._waiters.waiters))):
+        for _ in range(min(self.state.ready, len(self.waiters.waiters))):
             self.wake()
 
     @property
@@ -364,53 +559,42 @@ class QueueActor:
         if self.members is not None:
             self.members.wake_unblocked()
 
-    # Parked consumers
+    # Subscriptions and parked consumers
 
-    def park(
-        self, waiter: asyncio.Future[None], consumer: str | None = None, *, place: int = 0
-    ) -> Coroutine[Any, Any, int]:
-        """Wait until a message may be ready; safe to cancel. Who returns claims at once.
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Count a subscription, and tell it when leases are lost."""
+        self.consumers += 1
+        self.subscribed.append(subscriber)
 
-        When another consumer was quicker, the returned ``place`` is where to wait on.
-        """
-        if self._waiters is EMPTY_WAIT_LIST:
-            self._waiters = WaitList(self.pass_wakeup_on)
-        return self._waiters.wait(waiter, consumer, place)
-
-    def unpark(self, waiter: asyncio.Future[None]) -> None:
-        """Wake this waiter although there may be nothing for it."""
-        self._unpark(lambda entry: entry[1] is waiter)
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Forget a subscription."""
+        self.subscribed.remove(subscriber)
+        self.consumers -= 1
 
     def wake_consumer(self, consumer: str) -> None:
-        """Wake every waiter of this consumer: it is not registered any more."""
-        self._unpark(lambda entry: entry[2] == consumer)
-
-    def _unpark(
-        self, chosen: Callable[[tuple[int, asyncio.Future[None], str | None]], bool]
-    ) -> None:
-        places = self._waiters.waiters
-        for at in reversed([at for at, entry in enumerate(places) if chosen(entry)]):
-            self._waiters.wake(at)
-
-    @property
-    def woken(self) -> bool:
-        """Whether a parked consumer was told to look and has not come to it yet."""
-        return bool(self._waiters.woken)
+        """Wake every waiter of this consumer although there may be nothing for it."""
+        places = self.waiters.waiters
+        for at in reversed(range(len(places))):
+            if places[at][2] == consumer:
+                self.waiters.wake(at)
 
     def wake(self) -> None:
         """Let a parked consumer look: the one that the queue's ``balance`` chooses."""
-        while self._waiters.waiters and not self._waiters.wake(self._choose()):
-            pass  # that one was just cancelled
+        waiters = self.waiters
+        while waiters.waiters:
+            at = 0 if len(waiters.waiters) == 1 else self._choose()
+            if waiters.wake(at):
+                break  # else that one was just cancelled
 
     def _choose(self) -> int:
-        places = self._waiters.waiters
-        if len(places) == 1 or self.config.balance == "round_robin":
+        places = self.waiters.waiters
+        if self.config.balance == "round_robin":
             return 0
         if self._random is not None:
             return self._random.randrange(len(places))
-        # Whoever was called will hold one more.
-        coming = Counter(self._waiters.woken.values())
-        loads = [0 if name is None else self.state.busy(name) + coming[name] for *_, name in places]
+        # A consumer that was woken will hold one more.
+        coming, busy = Counter(self.waiters.woken.values()), self.state.leases.busy
+        loads = [0 if name is None else busy(name) + coming[name] for *_, name in places]
         return loads.index(min(loads))
 
     def registered(self, consumer: str | None) -> Consumers | None:
@@ -423,12 +607,10 @@ class QueueActor:
         if self.state.ready:
             self.wake()
 
-    def check_lost(self, operation: str) -> None:
-        """Raise ``SubscriptionLost`` if the queue was deleted or the engine closed."""
-        if self.lost is not None:
-            raise SubscriptionLost(
-                self.lost, backend="native", operation=operation, queue=self.name
-            )
+    def lost_error(self, operation: str) -> SubscriptionLost:
+        """Return the error of a queue that was deleted or whose engine was closed."""
+        reason = self.lost or "the queue is gone"
+        return SubscriptionLost(reason, backend="native", operation=operation, queue=self.name)
 
     def close(self, reason: str) -> None:
         """Stop the timer and let every parked consumer go; ``reason`` says why."""
@@ -442,7 +624,7 @@ class QueueActor:
         if self.members is not None:
             self.members.close()
         self._capacity_waiters.wake_all()
-        self._waiters.wake_all()
+        self.waiters.wake_all()
 
     # Time
 
@@ -467,7 +649,7 @@ class QueueActor:
             self._armed_at = float("inf")
             self._rearm()
             raise
-        lease = self.state.next_lease()
+        lease = self.state.leases.next_end()
         if lease is not None and lease <= now:
             # The loop may have been blocked past the end of the lease. Two passes let the
             # renewals and acks that waited run first: timers, then the tasks they woke. A lease

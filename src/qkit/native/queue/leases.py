@@ -1,0 +1,125 @@
+"""Leases of the messages that consumers hold, by the token of the delivery. Sans-IO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+from qkit.native.queue.stored_message import COMPACT_ABOVE, StoredMessage
+
+__all__ = ["Leases"]
+
+
+class Leases:
+    """Messages by token, in the order in which their leases end.
+
+    Nearly all leases are of one length, so that a new or renewed one goes to the end of
+    ``regular``; the few that do not fit in are in ``custom``, with a heap of their ends. Times are
+    monotonic seconds.
+    """
+
+    __slots__ = ("_busy", "custom", "custom_ends", "holders", "latest", "regular")
+
+    def __init__(self) -> None:
+        self.regular: dict[int, StoredMessage] = {}
+        self.custom: dict[int, StoredMessage] = {}
+        self.custom_ends: list[tuple[float, int]] = []  # at least one entry for each of them
+        self.latest = float("-inf")  # when the last regular lease ends
+        self.holders: dict[int, str] = {}  # consumers' names by token, where they gave one
+        self._busy: dict[str, int] = {}  # how many messages each of them holds
+
+    def __len__(self) -> int:
+        return len(self.regular) + len(self.custom)
+
+    def __contains__(self, token: int) -> bool:
+        return token in self.regular or token in self.custom
+
+    def __iter__(self) -> Iterator[StoredMessage]:
+        """Every message that a consumer holds."""
+        yield from self.regular.values()
+        yield from self.custom.values()
+
+    def get(self, token: int) -> StoredMessage | None:
+        """Return the message that a delivery holds, if it still does."""
+        return self.regular.get(token) or self.custom.get(token)
+
+    def busy(self, consumer: str | None) -> int:
+        """Return how many messages the consumer of that name holds."""
+        return self._busy.get(consumer, 0) if consumer is not None else 0
+
+    def held_by(self, consumer: str) -> list[int]:
+        """Return the deliveries that the consumer of that name holds."""
+        return [token for token, name in self.holders.items() if name == consumer]
+
+    def enter(self, messages: Sequence[StoredMessage], consumer: str | None) -> None:
+        """Complete leases that ``QueueState.claim`` has put into ``regular`` or ``custom``."""
+        if consumer is not None:
+            self._busy[consumer] = self._busy.get(consumer, 0) + len(messages)
+            for message in messages:
+                self.holders[message.state] = consumer
+        if messages[0].state in self.custom:
+            self._enter_custom_ends(messages)
+
+    def take(self, token: int, message: StoredMessage | None = None) -> StoredMessage | None:
+        """End a lease; return its message, ``None`` if there is no such lease.
+
+        ``message`` is given by a caller that has taken it out of ``regular`` already.
+        """
+        message = message or self.regular.pop(token, None) or self.custom.pop(token, None)
+        consumer = self.holders.pop(token, None)
+        if consumer is not None:
+            self._busy[consumer] -= 1
+            if not self._busy[consumer]:
+                del self._busy[consumer]
+        return message
+
+    def extend(self, token: int, deadline: float) -> bool:
+        """Move the end of a lease; return whether there is such a lease."""
+        message = self.regular.pop(token, None) or self.custom.pop(token, None)
+        if message is None:
+            return False
+        message.deadline = deadline
+        if deadline >= self.latest or not self.regular:
+            self.latest = deadline
+            self.regular[token] = message
+        else:
+            self.custom[token] = message
+            self._enter_custom_ends((message,))
+        return True
+
+    def ended(self, now: float) -> list[int]:
+        """Return the tokens of all leases that have ended; the caller takes them."""
+        ended: list[int] = []  # looked up first: a dict that loses its front is slow to look at
+        for token, message in self.regular.items():
+            if message.deadline > now:
+                break
+            ended.append(token)
+        while (end := self._next_custom_end()) is not None and end[0] <= now:
+            ended.append(heappop(self.custom_ends)[1])
+        return ended
+
+    def next_end(self) -> float | None:
+        """Return when a lease ends next."""
+        custom = self._next_custom_end()
+        for message in self.regular.values():
+            return message.deadline if custom is None else min(message.deadline, custom[0])
+        return None if custom is None else custom[0]
+
+    def _next_custom_end(self) -> tuple[float, int] | None:
+        ends, leases = self.custom_ends, self.custom
+        while ends:
+            at, token = ends[0]
+            lease = leases.get(token)
+            if lease is not None and lease.deadline == at:
+                return ends[0]
+            heappop(ends)
+        return None
+
+    def _enter_custom_ends(self, messages: Iterable[StoredMessage]) -> None:
+        for message in messages:
+            heappush(self.custom_ends, (message.deadline, message.state))
+        if len(self.custom_ends) > 2 * len(self.custom) + COMPACT_ABOVE:
+            # Taking each out when its delivery is settled would be O(n); waiting for its time
+            # would keep a whole lease's worth of settled deliveries.
+            self.custom_ends = [(lease.deadline, token) for token, lease in self.custom.items()]
+            heapify(self.custom_ends)
