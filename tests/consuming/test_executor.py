@@ -671,8 +671,9 @@ async def test_a_message_delivered_too_often_is_buried_without_another_try(clock
         (letter,) = backend.queues["orders_dlq"]
     assert letter.id == "killer"
     assert letter.headers["qkit-dead-reason"] == "MaxRetriesExceeded"
-    assert "earlier ones were never settled" in letter.headers["qkit-dead-error"]
+    assert "was never settled" in letter.headers["qkit-dead-error"]
     assert letter.headers["qkit-dead-attempts"] == "3"
+    assert letter.headers["qkit-dead-error-type"] == "LeaseExpired"
     assert calls == [{}]
 
 

@@ -66,11 +66,11 @@ class Way:
         await self.orders.close()
 
     async def limit(self, depth: int) -> None:
-        await self.backend.delete("orders")
+        await self.backend.native.delete("orders")
         await self.backend.declare(QueueSpec(name="orders", max_depth=depth))
 
     async def depth(self) -> int:
-        return (await self.backend.stats("orders")).depth
+        return (await self.backend.native.stats("orders")).depth
 
 
 def envelope() -> Envelope:
@@ -597,7 +597,7 @@ async def test_a_sender_that_gave_up_is_not_told_of_the_groups_failure(way: Way)
     await settle()
     second.cancel()
     await settle()
-    await way.backend.delete("orders")  # so that the group's publish fails
+    await way.backend.native.delete("orders")  # so that the group's publish fails
     gates[1].set()
     results = await asyncio.gather(second, third, return_exceptions=True)
     assert [type(result) for result in results] == [asyncio.CancelledError, QueueNotFound]
