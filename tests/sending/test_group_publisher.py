@@ -289,7 +289,13 @@ async def test_a_send_to_several_groups_probes_with_one_and_then_sends_the_other
     sending: Sending,
 ) -> None:
     await open_circuit(sending)
-    sent = await sending.send("a", "b", "c")
+    probing = asyncio.Event()
+    sending.backend.script("a", probing)
+    several = sending.begin("a", "b", "c")
+    await settle()
+    assert sending.backend.count("b") == 0
+    probing.set()
+    sent = await several
     assert len(sent) == 3
     assert sending.breaker.state is BreakerState.CLOSED
 
