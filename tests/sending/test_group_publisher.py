@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 import pytest
 import pytest_asyncio
 
-from qkit import PublishGroups
+from qkit import PublishGroups, Settings
 from qkit._internal.ids import new_id
 from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
@@ -24,12 +24,12 @@ from qkit.errors import (
     SendTimeout,
 )
 from qkit.message import Envelope, Sent
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
-from qkit.observability.events import Events
-from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
+from qkit.observability.connection_state import ConnectionState
+from qkit.sending.circuit_breaker import BreakerState
 from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.send_batcher import SendBatcher
 from qkit.testing.clock import VirtualClock
+from qkit.wiring import Wiring
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 TIMEOUT = 10.0
@@ -71,12 +71,11 @@ class Sending:
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
         self.backend = GroupedBackend(clock)
-        connection = ConnectionTracker(Events(), clock, self.backend.name)
-        connection.transition_to(ConnectionState.CONNECTED)
-        self.breaker = CircuitBreaker(failure_threshold=5, recovery_timeout=30.0, clock=clock)
-        guarded = GuardedBackend(
-            self.backend, breaker=self.breaker, connection=connection, timeout=TIMEOUT
-        )
+        settings = Settings(type="native", send_timeout=TIMEOUT)
+        wiring = Wiring.build(self.backend, settings, clock)
+        wiring.connection.transition_to(ConnectionState.CONNECTED)
+        guarded = GuardedBackend(wiring)
+        self.breaker = guarded.breaker
         self.batcher = SendBatcher(guarded, "orders", Backoff(initial=0.05, maximum=2.0))
 
     def begin(self, *keys: str, body: bytes = b"{}") -> asyncio.Task[list[Sent]]:
