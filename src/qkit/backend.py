@@ -6,11 +6,11 @@ once, above. It is small so that a backend is easy to write and hard to get wron
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from qkit.errors import MessageNotFound, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
@@ -28,6 +28,7 @@ __all__ = [
     "ExtendMany",
     "Log",
     "LossReporting",
+    "PublishGroups",
     "QueueSpec",
     "QueueStats",
     "SettlementReporting",
@@ -337,6 +338,34 @@ class Backend(Protocol):
 
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
+        ...
+
+
+@runtime_checkable
+class PublishGroups(Protocol):
+    """A backend that divides the messages of a queue into groups, to publish them independently.
+
+    At most one publish of a group is in flight; messages that are sent meanwhile wait for the next
+    one. Without this protocol a queue is one group. Worth having where parts of a queue fail
+    independently, for example the partitions of a log: a part that does not answer then delays
+    only its own messages. Messages whose order matters must be in one group, or a retry of one
+    could arrive after the next. Name few groups: each is kept as long as the service runs.
+    """
+
+    def publish_group(self, queue: str, envelope: Envelope) -> Hashable:
+        """Return the group of a message that is about to be sent.
+
+        It is called for each message before each attempt, and must neither wait nor raise.
+        """
+        ...
+
+    async def publish_in_group(
+        self,
+        queue: str,
+        group: Any,  # what ``publish_group`` returned for them
+        envelopes: Sequence[Envelope],
+    ) -> list[Sent]:
+        """Publish messages of one group, as ``Backend.publish`` does."""
         ...
 
 

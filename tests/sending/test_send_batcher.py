@@ -28,8 +28,9 @@ from qkit.errors import (
 from qkit.message import Envelope, Sent
 from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
+from qkit.sending.group_publisher import MAX_BATCH_MESSAGES
 from qkit.sending.guarded_backend import GuardedBackend
-from qkit.sending.send_batcher import MAX_BATCH_MESSAGES, SendBatcher
+from qkit.sending.send_batcher import SendBatcher
 from qkit.testing.clock import VirtualClock
 from qkit.wiring import Wiring
 from tests.support.faulty import BLACK_HOLE, FaultyBackend

@@ -1,37 +1,28 @@
 """``SendBatcher``: sends to one queue, with deadline, retries and batching.
 
-A send goes out at once while no publish to its queue is in flight; sends that arrive meanwhile
-share the next round trip. So a lone send never waits, and a hundred at once cost two round trips.
+A queue is one group of messages, unless the backend names groups (``PublishGroups``): of each
+group one publish is in flight at a time, and groups do not wait for each other.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
-from collections.abc import Awaitable, Callable, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 
-from qkit._internal.coalescer import Coalescer
 from qkit._internal.deadlines import Deadline, DeadlineTimer
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff, retry_while_unavailable
+from qkit.backend import PublishGroups
 from qkit.errors import BackendUnavailable, CircuitOpen, PartialSend, QueueError
 from qkit.message import Envelope, Sent
+from qkit.sending.circuit_breaker import BreakerState
+from qkit.sending.group_publisher import GroupPublisher, message_id_of
 from qkit.sending.guarded_backend import GuardedBackend
 
 __all__ = ["SendBatcher"]
 
-MAX_BATCH_MESSAGES = 1_000
-
 Prepare = Callable[[], Awaitable[None]]
-
-
-class _Waiting(NamedTuple):
-    """A send that waits for the next publish."""
-
-    envelopes: Sequence[Envelope]
-    result: asyncio.Future[list[Sent]]
-    end: float  # of the loop's time, when its sender gives up
 
 
 class SendBatcher:
@@ -39,17 +30,20 @@ class SendBatcher:
 
     def __init__(self, guarded: GuardedBackend, queue: str, backoff: Backoff) -> None:
         self._guarded = guarded
-        self._publish = guarded.backend.publish
         self._timer = guarded.timer
         self._queue = queue
         self._backoff = backoff
-        self._coalescer = Coalescer(
-            self._send_group,
-            max_size=MAX_BATCH_MESSAGES,
-            size=_size,
-            name=f"qkit send {queue}",
-        )
-        self._expiry: asyncio.TimerHandle | None = None
+        self._groups: dict[Hashable, GroupPublisher] = {}
+        self._only_group: GroupPublisher | None = None  # none if the backend names groups
+        self._backend: PublishGroups | None = None
+        if isinstance(guarded.backend, PublishGroups):
+            self._backend = guarded.backend
+        else:
+            self._only_group = self._groups[None] = GroupPublisher(
+                guarded,
+                functools.partial(guarded.backend.publish, queue),
+                name=f"qkit send {queue}",
+            )
         self._in_progress = 0
         self._idle: asyncio.Event | None = None  # set when nothing is in progress any more
 
@@ -74,11 +68,16 @@ class SendBatcher:
             failure: BackendUnavailable | None = None
             if prepare is None:
                 try:
-                    if self._coalescer.busy:
-                        return await self._join(envelopes, deadline.end)
+                    group = self._only_group
+                    if group is None and len(envelopes) == 1:
+                        group = self._group_of(envelopes[0])
+                    if group is None:
+                        return await self._send_to_groups(envelopes, deadline.end)
+                    if group.coalescer.busy:
+                        return await group.join(envelopes, deadline.end)
                     with deadline:
-                        call = self._guarded.call(deadline, self._publish, self._queue, envelopes)
-                        sent = await self._coalescer.run_now(call)
+                        call = self._guarded.call(deadline, group.publish, envelopes)
+                        sent = await group.coalescer.run_now(call)
                     self._guarded.connection.record_message()
                     return sent
                 except CircuitOpen:
@@ -106,63 +105,66 @@ class SendBatcher:
 
     async def close(self) -> None:
         """Give up what is still in progress: its senders get ``SendTimeout``."""
-        for waiting in await self._coalescer.close():
-            if not waiting.result.done():
-                waiting.result.set_exception(self._guarded.timeout_error())
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
+        for group in list(self._groups.values()):
+            await group.close()
 
     @property
     def in_progress(self) -> bool:
         """Whether a send has not returned yet."""
         return self._in_progress > 0
 
-    def _join(self, envelopes: Sequence[Envelope], end: float) -> Awaitable[list[Sent]]:
-        """Wait for the next publish. One timer serves all that wait; ``end`` is the sender's own.
+    def _group_of(self, envelope: Envelope) -> GroupPublisher:
+        assert self._backend is not None
+        return self._group(self._backend.publish_group(self._queue, envelope))
 
-        A deadline for each would cost as much as the rest of the send.
+    def _group(self, name: Hashable) -> GroupPublisher:
+        group = self._groups.get(name)
+        if group is None:
+            assert self._backend is not None
+            group = self._groups[name] = GroupPublisher(
+                self._guarded,
+                functools.partial(self._backend.publish_in_group, self._queue, name),
+                name=f"qkit send {self._queue} group {name}",
+            )
+        return group
+
+    async def _send_to_groups(self, envelopes: Sequence[Envelope], end: float) -> list[Sent]:
+        """Divide messages among their groups, and wait for the results of all.
+
+        Raises ``PartialSend`` unless all were accepted, or all failed for one reason.
         """
-        self._guarded.breaker.check()
-        loop = self._timer.loop
-        waiting = _Waiting(envelopes, loop.create_future(), end)
-        self._coalescer.post(waiting)
-        if self._expiry is None:
-            self._expiry = loop.call_at(end, self._expire)
-        return waiting.result
-
-    def _expire(self) -> None:
-        """Fail the sends whose time is up. They wait in the order of their ends."""
-        self._expiry = None
-        now = self._timer.loop.time()
-        for waiting in self._coalescer.pending():
-            if waiting.result.done():
-                continue
-            if waiting.end > now:
-                self._expiry = self._timer.loop.call_at(waiting.end, self._expire)
-                return
-            waiting.result.set_exception(self._guarded.timeout_error())
-
-    async def _send_group(self, group: list[_Waiting]) -> None:
-        """Publish what waited, and give each sender its own result."""
-        group = [waiting for waiting in group if not waiting.result.done()]
-        envelopes = [envelope for waiting in group for envelope in waiting.envelopes]
-        if not group:
-            return
-        # Each sender gives up in its own time. This deadline keeps a backend that never answers
-        # from holding up those that come later.
-        deadline = Deadline(self._timer)
-        results: Sequence[Sent | QueueError]
-        try:
-            with deadline:
-                results = await self._guarded.call(deadline, self._publish, self._queue, envelopes)
-        except PartialSend as error:
-            results = error.results
-        except Exception as error:
-            _fail_group(group, self._guarded.timeout_error() if deadline.expired else error)
-            return
-        self._guarded.connection.record_message()
-        _distribute_results(group, results)
+        backend, queue = self._backend, self._queue
+        assert backend is not None
+        places: dict[Hashable, list[int]] = {}
+        for place, envelope in enumerate(envelopes):
+            places.setdefault(backend.publish_group(queue, envelope), []).append(place)
+        if len(places) == 1:
+            (name,) = places
+            return await self._group(name).join(envelopes, end)
+        parts = [
+            (self._group(name), [envelopes[place] for place in mine])
+            for name, mine in places.items()
+        ]
+        outcomes: list[list[Sent] | BaseException] = []
+        if self._guarded.breaker.state is BreakerState.HALF_OPEN:  # it admits one call, the probe
+            group, part = parts.pop(0)
+            try:
+                outcomes.append(await group.join(part, end))
+            except QueueError as error:
+                if self._guarded.breaker.failures:
+                    raise  # the probe failed
+                outcomes.append(error)
+        outcomes += await asyncio.gather(
+            *(group.join(part, end) for group, part in parts), return_exceptions=True
+        )
+        results: dict[int, Sent | QueueError] = {}
+        for mine, outcome in zip(places.values(), outcomes, strict=True):
+            results.update(zip(mine, _results(outcome, len(mine)), strict=True))
+        ordered = [results[place] for place in range(len(envelopes))]
+        sent = [item for item in ordered if isinstance(item, Sent)]
+        if len(sent) < len(ordered):
+            raise PartialSend.of(ordered, backend=self._guarded.backend.name, queue=self._queue)
+        return sent
 
     async def _retry_until(
         self,
@@ -184,10 +186,15 @@ class SendBatcher:
             while pending:
                 await self._guarded.call(deadline, pending[0])
                 pending.pop()  # once: done again it would touch no broker, yet count as an answer
-            if self._coalescer.busy:
-                return await self._join(envelopes, self._timer.deadline_from_now())
-            call = self._guarded.call(deadline, self._publish, self._queue, envelopes)
-            sent = await self._coalescer.run_now(call)
+            group = self._only_group
+            if group is None and len(envelopes) == 1:
+                group = self._group_of(envelopes[0])
+            if group is None:
+                return await self._send_to_groups(envelopes, self._timer.deadline_from_now())
+            if group.coalescer.busy:
+                return await group.join(envelopes, self._timer.deadline_from_now())
+            call = self._guarded.call(deadline, group.publish, envelopes)
+            sent = await group.coalescer.run_now(call)
             self._guarded.connection.record_message()
             return sent
 
@@ -229,49 +236,16 @@ class SendBatcher:
             backend=self._guarded.backend.name,
             operation="send",
             queue=self._queue,
-            message_id=_only_id(envelopes),
+            message_id=message_id_of(envelopes),
         )
 
 
-def _size(waiting: _Waiting) -> int:
-    return len(waiting.envelopes)
-
-
-def _only_id(envelopes: Sequence[Envelope]) -> str | None:
-    return envelopes[0].id if len(envelopes) == 1 else None
-
-
-def _fail_group(group: list[_Waiting], error: Exception) -> None:
-    """Give each sender an error of its own: raising adds to it, and it names one message."""
-    for waiting in group:
-        if waiting.result.done():
-            continue
-        if isinstance(error, QueueError):
-            error = copy.copy(error)
-            error.message_id = _only_id(waiting.envelopes)
-        waiting.result.set_exception(error)
-
-
-def _distribute_results(group: list[_Waiting], results: Sequence[Sent | QueueError]) -> None:
-    """Give each sender its own part of a group's results."""
-    start = 0
-    for envelopes, result, _ in group:
-        end = start + len(envelopes)
-        mine = results[start:end]
-        start = end
-        if result.done():
-            continue
-        if len(mine) == 1:  # as nearly all
-            (only,) = mine
-            if isinstance(only, QueueError):
-                result.set_exception(only)
-            else:
-                result.set_result([only])
-            continue
-        sent = [item for item in mine if isinstance(item, Sent)]
-        if len(sent) == len(mine):
-            result.set_result(sent)
-        else:
-            result.set_exception(
-                PartialSend(f"{len(sent)} of {len(mine)} messages were accepted", list(mine))
-            )
+def _results(outcome: list[Sent] | BaseException, count: int) -> Sequence[Sent | QueueError]:
+    """Return the result of each message of a part; raises what is no ``QueueError``."""
+    if isinstance(outcome, PartialSend):
+        return outcome.results
+    if isinstance(outcome, QueueError):
+        return [outcome] * count
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

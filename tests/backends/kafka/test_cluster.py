@@ -62,3 +62,43 @@ async def test_what_is_never_ready_is_unavailable_in_the_end(
 async def test_a_topic_that_is_not_there_has_no_offsets(cluster: Cluster) -> None:
     with pytest.raises(QueueNotFound):
         await cluster.offsets(f"k-{uuid.uuid4().hex[:10]}", LATEST)
+
+
+async def test_a_topic_that_must_be_looked_at_again_keeps_its_last_known_partitions(
+    cluster: Cluster,
+) -> None:
+    topic = f"k-{uuid.uuid4().hex[:10]}"
+    assert topic not in cluster.last_known_partitions
+    await cluster.create(topic, 3, 1, {})
+    assert await cluster.partitions(topic, "publish") == 3
+    cluster.last_known_partitions[topic] = 2
+    assert await cluster.partitions(topic, "publish") == 2  # from memory
+    cluster.forget(topic)
+    assert cluster.last_known_partitions[topic] == 2
+    assert await cluster.partitions(topic, "publish") == 3
+    await cluster.delete([topic])
+    assert topic not in cluster.last_known_partitions
+
+
+async def test_a_topic_exists_while_one_of_its_partitions_has_no_leader(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = f"k-{uuid.uuid4().hex[:10]}"
+    await cluster.create(topic, 3, 1, {})
+    real = cluster._ask
+
+    async def ask(request: Any, node: int | None = None) -> Any:
+        answer = await real(request, node)
+        for _, name, _, partitions in getattr(answer, "topics", ()) if node is None else ():
+            if name == topic:
+                error, number, _, *rest = partitions[0]
+                partitions[0] = (error, number, -1, *rest)
+        return answer
+
+    monkeypatch.setattr(cluster, "_ask", ask)
+    assert await cluster.look(topic) == 3
+    monkeypatch.setattr(cluster._parameters, "timeout", 0.2)
+    with pytest.raises(BackendUnavailable):
+        await cluster.offsets(topic, LATEST)
+    monkeypatch.undo()
+    await cluster.delete([topic])

@@ -59,7 +59,7 @@ async def test_each_of_ten_batches_in_line_has_the_whole_timeout() -> None:
     for _ in range(10):
         batch = producer.create_batch()
         first = batch.append(key=None, value=b"x", timestamp=None, headers=[])
-        sends.append(asyncio.create_task(driver.send_batch(producer, batch, first, *partition)))
+        sends.append(asyncio.create_task(driver.send_batch(producer, batch, first, partition)))
     for send in sends:
         future, _ = await send
         await asyncio.sleep(0.3)  # with the driver's own wait the eighth send fails
@@ -187,7 +187,9 @@ async def test_a_batch_has_a_word_for_whoever_waits_who_may_go_away(kafka_url: s
             first = batch.append(key=None, value=b"a", timestamp=None)
             batch.append(key=None, value=b"b", timestamp=None)
             batch.close()
-            future, answer = await driver.send_batch(producer, batch, first, topic, 0)
+            future, answer = await driver.send_batch(
+                producer, batch, first, driver.Partition(topic, 0)
+            )
             if number == 1:
                 answer.cancel()
             else:

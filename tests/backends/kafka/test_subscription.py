@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -143,6 +144,18 @@ async def test_a_stopping_consumer_passes_on_what_has_no_key(
         await owner.stop()
         await owner.release(second, 0.0, count_attempt=False)
         assert sorted(ids(await take(heir, 2))) == ["b", "c"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
+async def test_what_is_given_back_keeps_its_order(
+    backend: KafkaBackend, name: str, order: tuple[str, ...]
+) -> None:
+    await backend.publish(name, [Envelope(each, b"", key="k") for each in "abcd"])
+    async with backend.subscribe(spec(name)) as subscription:
+        held = {delivery.envelope.id: delivery for delivery in await take(subscription, 3)}
+        for each in order:
+            await subscription.release(held[each], 0.0, count_attempt=False)
+        assert ids(await take(subscription, 4)) == ["a", "b", "c", "d"]
 
 
 async def test_a_consumer_that_holds_something_of_every_tier_can_still_give_back(

@@ -37,6 +37,7 @@ __all__ = ["KafkaBackend", "from_settings"]
 FULL_RECHECK_SECONDS: Final = 0.3  # acks are committed in groups: a full queue is asked again
 HEADERS_MARGIN_BYTES: Final = 128 << 10  # beside the body: headers, and the frame around them
 MAX_DEAD_LETTER_BYTES: Final = 1 << 30
+SET_ASIDE: Final = -1  # publish group of messages that go to the retry topic first
 
 
 class KafkaBackend:
@@ -147,12 +148,35 @@ class KafkaBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Append messages, as many as can be; the others' errors are in ``PartialSend``."""
+        return await self.publish_in_group(queue, None, envelopes)
+
+    # PublishGroups
+
+    def publish_group(self, queue: str, envelope: Envelope) -> int | None:
+        """Return the partition of a message, and ``SET_ASIDE`` for the retry topic.
+
+        ``None`` is the group of all messages while the topic is not known, and of a queue with a
+        limit: each publish to it counts what the queue holds.
+        """
+        partitions = self._cluster.last_known_partitions.get(queue)
+        spec = self._specs.get(queue)
+        if partitions is None or (spec is not None and spec.max_depth is not None):
+            return None
+        if not _is_plain(envelope) and self._is_set_aside(spec, envelope, self._clock.time()):
+            return SET_ASIDE
+        key = None if envelope.key is None else codec.key_of(envelope)
+        return self._publisher.choose_partition(queue, partitions, key, len(envelope.body))
+
+    async def publish_in_group(
+        self, queue: str, group: int | None, envelopes: Sequence[Envelope]
+    ) -> list[Sent]:
+        """Append messages to a partition, or set them aside; with ``None`` each as its own."""
         spec = self._specs.get(queue)
         limited = spec is not None and spec.max_depth is not None
         if limited or not all(_is_plain(envelope) for envelope in envelopes):
-            results = await self._publish_with_care(queue, spec, envelopes)
+            results = await self._publish_with_care(queue, spec, group, envelopes)
         else:
-            records = [OutgoingRecord(*codec.encode(envelope)) for envelope in envelopes]
+            records = [OutgoingRecord(*codec.encode(envelope), group) for envelope in envelopes]
             results = await self._publisher.send(queue, records)
         if not any(isinstance(item, QueueError) for item in results):
             return [Sent(envelope.id) for envelope in envelopes]
@@ -163,7 +187,7 @@ class KafkaBackend:
         raise PartialSend.of(outcomes, backend=self.name, queue=queue)
 
     async def _publish_with_care(
-        self, queue: str, spec: QueueSpec | None, envelopes: Sequence[Envelope]
+        self, queue: str, spec: QueueSpec | None, group: int | None, envelopes: Sequence[Envelope]
     ) -> list[RecordMetadata | QueueError]:
         """Delayed messages, those for one group, dead letters, and queues with a limit."""
         fitting = await self._fitting(queue, spec, len(envelopes))
@@ -171,12 +195,14 @@ class KafkaBackend:
         direct: dict[int, OutgoingRecord] = {}
         aside: dict[int, OutgoingRecord] = {}
         for number, envelope in enumerate(envelopes[:fitting]):
-            due = envelope.not_before
-            if (due is not None and due > now) or self._for_one_group(spec, envelope):
-                aside[number] = retry_record(envelope, 0, due, now, NO_ATTRIBUTES)
+            set_aside = group == SET_ASIDE
+            if group is None:
+                set_aside = self._is_set_aside(spec, envelope, now)
+            if set_aside:
+                aside[number] = retry_record(envelope, 0, envelope.not_before, now, NO_ATTRIBUTES)
             else:
                 direct[number] = OutgoingRecord(
-                    *codec.encode(envelope, attributes=self._attributes(envelope))
+                    *codec.encode(envelope, attributes=self._attributes(envelope)), group
                 )
         results: dict[int, RecordMetadata | QueueError] = {}
         for topic, records in ((queue, direct), (self._names.retry(queue), aside)):
@@ -195,6 +221,11 @@ class KafkaBackend:
             results[number] if number in results else queue_full(BACKEND, queue, envelope.id)
             for number, envelope in enumerate(envelopes)
         ]
+
+    def _is_set_aside(self, spec: QueueSpec | None, envelope: Envelope, now: float) -> bool:
+        """Whether a message goes to the retry topic: it is delayed, or for one group."""
+        due = envelope.not_before
+        return (due is not None and due > now) or self._for_one_group(spec, envelope)
 
     @staticmethod
     def _for_one_group(spec: QueueSpec | None, envelope: Envelope) -> bool:

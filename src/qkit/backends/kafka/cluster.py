@@ -44,7 +44,8 @@ class Cluster:
     def __init__(self, parameters: ConnectionParameters) -> None:
         self._parameters = parameters
         self._admin: Any = None
-        self._partitions: dict[str, int] = {}  # of topics that were there when we looked
+        self.last_known_partitions: dict[str, int] = {}  # of topics that existed when looked at
+        self._outdated: set[str] = set()  # topics to look at again before they are used
 
     async def connect(self) -> None:
         """Reach one broker, or raise ``BackendUnavailable``."""
@@ -65,7 +66,8 @@ class Cluster:
     async def aclose(self) -> None:
         """Disconnect; idempotent."""
         admin, self._admin = self._admin, None
-        self._partitions.clear()
+        self.last_known_partitions.clear()
+        self._outdated.clear()
         if admin is not None:
             await driver.close_admin(admin)
 
@@ -102,25 +104,28 @@ class Cluster:
 
     async def partitions(self, topic: str, operation: str) -> int:
         """How many partitions a topic has; ``QueueNotFound`` if it does not exist."""
-        known = self._partitions.get(topic)
-        if known is None:
-            known = await self.look(topic)
-            if not known:
-                raise not_found(topic, operation)
+        known = await self._current_partitions(topic)
+        if not known:
+            raise not_found(topic, operation)
         return known
+
+    async def _current_partitions(self, topic: str) -> int:
+        known = self.last_known_partitions.get(topic)
+        return await self.look(topic) if known is None or topic in self._outdated else known
 
     async def look(self, topic: str) -> int:
         """How many partitions a topic has now; none if it does not exist."""
         found = (await self._describe([topic])).get(topic)
+        self._outdated.discard(topic)
         if found is None or not found.leaders:
-            self._partitions.pop(topic, None)
+            self.last_known_partitions.pop(topic, None)
             return 0
-        self._partitions[topic] = len(found.leaders)
+        self.last_known_partitions[topic] = len(found.leaders)
         return len(found.leaders)
 
     def forget(self, topic: str) -> None:
         """Look again before this topic is used."""
-        self._partitions.pop(topic, None)
+        self._outdated.add(topic)
 
     async def create(
         self, topic: str, partitions: int, replicas: int, config: Mapping[str, str]
@@ -174,7 +179,7 @@ class Cluster:
                 with translate_errors("describe", name):
                     raise error(name)
             leaders = {partition[1]: partition[2] for partition in partitions}
-            if error is errors.NoError and all(leader >= 0 for leader in leaders.values()):
+            if error is errors.NoError:
                 found[name] = _Topic(bool(internal), leaders)
         return found
 
@@ -192,6 +197,8 @@ class Cluster:
             raise not_found(topic, "offsets")
         by_leader: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for partition, leader in described.leaders.items():
+            if leader < 0:  # not elected yet, or all replicas are down
+                raise errors.LeaderNotAvailableError
             by_leader[leader].append((partition, which))
         found: dict[int, int] = {}
         for leader, partitions in by_leader.items():
@@ -237,7 +244,7 @@ class Cluster:
             [
                 Partition(topic, partition)
                 for topic in topics
-                for partition in range(self._partitions.get(topic) or await self.look(topic))
+                for partition in range(await self._current_partitions(topic))
             ],
         )
 

@@ -21,6 +21,7 @@ __all__ = [
     "RecordAttributes",
     "decode",
     "encode",
+    "key_of",
 ]
 
 ID: Final = "qkit-id"
@@ -87,9 +88,9 @@ def encode(
         headers.append((ATTEMPT, b"%d" % deliveries))
     if envelope.expires_at is not None:
         headers.append((EXPIRES_AT, _milliseconds(envelope.expires_at)))
-    key = None if envelope.key is None else _bytes(envelope.key)
+    key = key_of(envelope)
     if RAW in envelope.headers:
-        key, headers = _restored(envelope, key, headers)
+        _restore(envelope, headers)
     if attributes is NO_ATTRIBUTES:
         return key, envelope.body, headers
     if attributes.not_before is not None:
@@ -102,21 +103,27 @@ def encode(
     return key, envelope.body, headers
 
 
-def _restored(
-    envelope: Envelope, key: bytes | None, headers: list[tuple[str, bytes]]
-) -> tuple[bytes | None, list[tuple[str, bytes]]]:
-    """The key and the values with the bytes that they came with, as far as they are unchanged.
+def key_of(envelope: Envelope) -> bytes | None:
+    """Return the key of a message's record, as it came if another program wrote it.
 
     A message is retried with the same key, so that it keeps its partition.
     """
+    if envelope.key is None:
+        return None
+    if RAW in envelope.headers:
+        raw = kept(envelope.headers).get("key")
+        if raw is not None and text_of(raw) == envelope.key:
+            return raw
+    return _bytes(envelope.key)
+
+
+def _restore(envelope: Envelope, headers: list[tuple[str, bytes]]) -> None:
+    """Give the headers that are unchanged the bytes that they came with."""
     raw = kept(envelope.headers)
-    if "key" in raw and text_of(raw["key"]) == envelope.key:
-        key = raw["key"]
     for at, (name, value) in enumerate(headers):
         original = raw.get("id" if name == ID else f"header:{name}")
         if original is not None and text_of(original).encode() == value:
             headers[at] = name, original
-    return key, headers
 
 
 def marker(offset: int) -> tuple[None, bytes, list[tuple[str, bytes]]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import logging
 import random
@@ -346,33 +347,40 @@ async def _leave_group(client: Any, coordinator: Any) -> None:
 
 
 async def send_batch(
-    producer: Any, batch: Any, first: Any, topic: str, partition: int
+    producer: Any, batch: Any, first: Any, target: Partition
 ) -> tuple[asyncio.Future[Any], asyncio.Future[Any]]:
-    """Hand a batch over; ``first`` is what the driver said of its first record.
+    """Add a batch to those that the driver sends; ``first`` is its metadata of the first record.
 
-    Returns the driver's own word on the batch, which must not be cancelled, and the same word on
-    that record for whoever waits for it, who may go away. What the driver gives away is a shield
-    around the first; it and one of ours would come a few turns of the loop too late for a sender
-    that sends again at once.
+    The driver's own ``send_batch`` does the same, but returns only a shield around the batch's
+    future, whose result arrives a few turns of the loop later.
+
+    Returns:
+        The future of the batch, which must not be cancelled, and a future of its first record,
+        which may be cancelled.
     """
-    accumulator, target = producer._message_accumulator, Partition(topic, partition)
+    accumulator = producer._message_accumulator
+    if target.partition not in (producer.client.cluster.partitions_for_topic(target.topic) or ()):
+        await _load_metadata(producer, target)
     if accumulator._batches.get(target):
         await _wait_for_turn(accumulator, target, producer._request_timeout_ms / 1000)
-    if (
-        partition in (producer.client.cluster.partitions_for_topic(topic) or ())
-        and not accumulator._batches.get(target)
-        and not accumulator._closed
-        and accumulator._exception is None
-    ):  # then this is all that the driver would do
-        waiting = accumulator._append_batch(batch, target)
-    else:
-        shield = await producer.send_batch(batch, topic, partition=partition)
-        shield.cancel()
-        waiting = accumulator._batches[target][-1]
+    if accumulator._closed:
+        raise errors.ProducerClosed
+    if accumulator._exception is not None:
+        raise copy.copy(accumulator._exception)
+    waiting = accumulator._append_batch(batch, target)
     future: asyncio.Future[Any] = waiting.future
     answer = future.get_loop().create_future()
     waiting._msg_futures.append((answer, first))
     return future, answer
+
+
+async def _load_metadata(producer: Any, target: Partition) -> None:
+    """Wait until the producer knows a partition: its topic is new to it, or has grown."""
+    if target.partition in await producer.partitions_for(target.topic):
+        return
+    await producer.client.force_metadata_update()
+    if target.partition not in (producer.client.cluster.partitions_for_topic(target.topic) or ()):
+        raise errors.UnknownTopicOrPartitionError(target)
 
 
 async def _wait_for_turn(accumulator: Any, target: Partition, timeout: float) -> None:

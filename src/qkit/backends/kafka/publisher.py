@@ -20,6 +20,7 @@ from qkit.backends.common.reopened import Reopened
 from qkit.backends.kafka import driver
 from qkit.backends.kafka.cluster import Cluster, not_found
 from qkit.backends.kafka.connection import ConnectionParameters
+from qkit.backends.kafka.driver import Partition
 from qkit.backends.kafka.errors import BACKEND, DRIVER_ERRORS, to_queue_error
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
 
@@ -49,42 +50,30 @@ class RecordMetadata(NamedTuple):
     log_start: int
 
 
-class _BatchBuilder:
-    """A batch of the driver's that is being filled, up to ``BATCH_BYTES``."""
+class _Batch:
+    """Records of one partition, up to ``BATCH_BYTES``, from the first one to the confirmation."""
 
-    __slots__ = ("batch", "first", "numbers")
+    __slots__ = ("answer", "builder", "first", "numbers", "since", "target")
 
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-        self.first: Any = None
-        self.numbers: list[int] = []
+    answer: asyncio.Future[Any]  # of the driver to the sender, once the batch was handed over
+
+    def __init__(self, target: Partition, builder: Any, since: float) -> None:
+        self.target = target
+        self.builder = builder  # the driver's
+        self.since = since
+        self.first: Any = None  # the driver's metadata of the first record
+        self.numbers: list[int] = []  # of the records, among those of the sender
 
     def add(self, number: int, record: OutgoingRecord) -> bool:
         """Whether there was room; a record that is larger than a batch has one for itself."""
         key, value, headers, _ = record
-        metadata = self.batch.append(key=key, value=value, timestamp=None, headers=headers)
+        metadata = self.builder.append(key=key, value=value, timestamp=None, headers=headers)
         if metadata is None:
             return False
         self.numbers.append(number)
         if self.first is None:
             self.first = metadata
         return True
-
-
-class _Batch(NamedTuple):
-    """Records that the driver has, by their numbers, and its word on them."""
-
-    partition: int
-    numbers: list[int]
-    answer: asyncio.Future[Any]
-
-
-class _InFlightBatch(NamedTuple):
-    """A batch that is not confirmed yet: its topic, when it was sent, and the sender's future."""
-
-    topic: str
-    since: float
-    answer: asyncio.Future[Any]
 
 
 class Publisher:
@@ -99,7 +88,7 @@ class Publisher:
             self._close,
             backend=BACKEND,
         )
-        self._in_flight: dict[Any, dict[asyncio.Future[Any], _InFlightBatch]] = {}  # by producer
+        self._in_flight: dict[Any, dict[asyncio.Future[Any], _Batch]] = {}  # by producer
         self._watching: asyncio.Task[None] | None = None
         self._sticky: dict[str, tuple[int, int]] = {}  # partition and bytes sent to it
 
@@ -126,7 +115,7 @@ class Publisher:
                 producer = await self._shared.get()
             await self._hand_over(producer, topic, partitions, records, batches)
             for batch in batches:
-                outcome = await _outcome(batch, operation, topic)
+                outcome = await _outcome(batch, operation)
                 if isinstance(outcome, QueueError):
                     self._cluster.forget(topic)
                     for number in batch.numbers:
@@ -156,46 +145,52 @@ class Publisher:
     ) -> None:
         """Give the records to the driver in batches by partition; adds each to ``batches``."""
         since = asyncio.get_running_loop().time()
-        builders: dict[int, _BatchBuilder] = {}
+        filling: dict[int, _Batch] = {}
         for number, record in enumerate(records):
-            partition = self._partition(topic, partitions, record)
-            builder = builders.get(partition)
-            if builder is not None and builder.add(number, record):
+            partition = record.partition
+            if partition is None or partition >= partitions:
+                partition = self.choose_partition(topic, partitions, record.key, len(record.value))
+            batch = filling.get(partition)
+            if batch is not None and batch.add(number, record):
                 continue
-            if builder is not None:  # full
-                batches.append(await self._launch(producer, topic, partition, builder, since))
-            builder = builders[partition] = _BatchBuilder(producer.create_batch())
-            builder.add(number, record)
-        for partition, builder in builders.items():
-            batches.append(await self._launch(producer, topic, partition, builder, since))
+            if batch is not None:  # full
+                await self._launch(producer, batch, batches)
+            target = Partition(topic, partition)
+            batch = filling[partition] = _Batch(target, producer.create_batch(), since)
+            batch.add(number, record)
+        for batch in filling.values():
+            await self._launch(producer, batch, batches)
 
-    async def _launch(
-        self, producer: Any, topic: str, partition: int, builder: _BatchBuilder, since: float
-    ) -> _Batch:
-        builder.batch.close()
-        future, answer = await driver.send_batch(
-            producer, builder.batch, builder.first, topic, partition
+    async def _launch(self, producer: Any, batch: _Batch, batches: list[_Batch]) -> None:
+        batch.builder.close()
+        future, batch.answer = await driver.send_batch(
+            producer, batch.builder, batch.first, batch.target
         )
-        batch = _InFlightBatch(topic, since, answer)
+        batches.append(batch)
         in_flight = self._in_flight.get(producer)
         if in_flight is None:  # it was given up in between
             _give_up(future, batch, _given_up())
-        else:  # a sender that goes away leaves its batch under watch
-            in_flight[future] = batch
-            future.add_done_callback(in_flight.pop)
-            if self._watching is None:
-                self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
-        return _Batch(partition, builder.numbers, answer)
+            return
+        in_flight[future] = batch  # a sender that goes away leaves its batch under watch
+        future.add_done_callback(in_flight.pop)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="qkit kafka unconfirmed")
 
-    def _partition(self, topic: str, partitions: int, record: OutgoingRecord) -> int:
-        if record.partition is not None:
-            return record.partition
-        if record.key is not None:
-            return _partition_of(record.key, partitions)
+    def choose_partition(self, topic: str, partitions: int, key: bytes | None, size: int) -> int:
+        """Choose the partition of a record.
+
+        Args:
+            topic: The topic.
+            partitions: How many it has.
+            key: Key of the record. Records without one stay on a partition for some kilobytes.
+            size: Bytes of the record's value.
+        """
+        if key is not None:
+            return _partition_of(key, partitions)
         partition, sent = self._sticky.get(topic, (0, STICKY_BYTES))
         if sent >= STICKY_BYTES or partition >= partitions:
             partition, sent = (partition + 1) % partitions, 0
-        self._sticky[topic] = partition, sent + len(record.value)
+        self._sticky[topic] = partition, sent + size
         return partition
 
     # What is not confirmed
@@ -212,19 +207,24 @@ class Publisher:
             self._watching = None
 
     async def _look_after(
-        self, producer: Any, in_flight: list[tuple[asyncio.Future[Any], _InFlightBatch]]
+        self, producer: Any, in_flight: list[tuple[asyncio.Future[Any], _Batch]]
     ) -> None:
         now = asyncio.get_running_loop().time()
-        if any(now - batch.since >= self._parameters.timeout for _, batch in in_flight):
-            await self._retire(producer, error=_given_up())
+        late = {
+            future for future, batch in in_flight if now - batch.since >= self._parameters.timeout
+        }
+        if late:
+            await self._retire(producer, doomed=late, error=_given_up())
             return
-        slow = {batch.topic for _, batch in in_flight if now - batch.since >= SLOW_SEND_SECONDS}
+        slow = {
+            batch.target.topic for _, batch in in_flight if now - batch.since >= SLOW_SEND_SECONDS
+        }
         for topic in slow:
             with contextlib.suppress(QueueError):
                 if not await self._cluster.look(topic):
                     # The driver would wait for somebody to make the topic again, and then send.
-                    doomed = {future for future, batch in in_flight if batch.topic == topic}
-                    await self._retire(producer, spare=doomed, error=not_found(topic, "publish"))
+                    doomed = {future for future, batch in in_flight if batch.target.topic == topic}
+                    await self._retire(producer, doomed=doomed, error=not_found(topic, "publish"))
                     return
 
     # The producer
@@ -259,26 +259,27 @@ class Publisher:
         self,
         producer: Any,
         *,
+        doomed: Collection[asyncio.Future[Any]] | None = None,
         error: QueueError | None = None,
-        spare: Collection[asyncio.Future[Any]] | None = None,
     ) -> None:
         """Go on with another producer; what this one has not sent by then is never sent.
 
-        With ``spare`` only those are given up at once; the others have a moment to be confirmed.
+        Args:
+            producer: The producer to give up.
+            doomed: Batches that cannot be confirmed; the others have a moment to be. By default
+                all are given up at once.
+            error: What the senders of ``doomed`` get.
         """
         self._shared.forget(producer)
         in_flight = self._in_flight.pop(producer, None)
         if in_flight is None:
-            return  # somebody else does it
-        others: set[asyncio.Future[Any]] = set()
-        if spare is not None:
-            others = set(in_flight) - set(spare)
-        if others:
+            return  # another caller does it
+        if doomed is not None and (others := set(in_flight) - set(doomed)):
             await asyncio.wait(others, timeout=FLUSH_TIMEOUT_SECONDS)
         pending = [item for item in in_flight.items() if not item[0].done()]
         await driver.close_producer(producer, flush=0.0)
         for future, batch in pending:
-            mine = spare is None or future in spare
+            mine = doomed is None or future in doomed
             _give_up(future, batch, error if error and mine else _given_up())
 
     async def aclose(self) -> None:
@@ -288,8 +289,9 @@ class Publisher:
             await cancel_and_wait([self._watching])
 
 
-async def _outcome(batch: _Batch, operation: str, topic: str) -> RecordMetadata | QueueError:
+async def _outcome(batch: _Batch, operation: str) -> RecordMetadata | QueueError:
     """Where the first record of a batch is, or why it is not there."""
+    topic, partition = batch.target
     try:
         found = await batch.answer
     except QueueError as error:
@@ -297,7 +299,7 @@ async def _outcome(batch: _Batch, operation: str, topic: str) -> RecordMetadata 
     except DRIVER_ERRORS as error:
         logger.debug("%s: not sent: %r", topic, error)
         return to_queue_error(error, operation, topic)
-    return RecordMetadata(batch.partition, found.offset, max(0, found.log_start_offset or 0))
+    return RecordMetadata(partition, found.offset, max(0, found.log_start_offset or 0))
 
 
 def _turn_away(batches: list[_Batch]) -> None:
@@ -307,7 +309,7 @@ def _turn_away(batches: list[_Batch]) -> None:
             batch.answer.exception()  # else asyncio would complain that nobody looked
 
 
-def _give_up(future: asyncio.Future[Any], batch: _InFlightBatch, error: QueueError) -> None:
+def _give_up(future: asyncio.Future[Any], batch: _Batch, error: QueueError) -> None:
     for waited in (future, batch.answer):
         if not waited.done():
             waited.set_exception(copy.copy(error))

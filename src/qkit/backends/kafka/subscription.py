@@ -66,9 +66,7 @@ class KafkaSubscription:
         self._publisher = publisher
         self._clock = clock
         self._held = 0
-        self._returned: deque[FetchedMessage] = deque()
-        self._due: deque[FetchedMessage] = deque()
-        self._fetched: deque[FetchedMessage] = deque()
+        self._waiting: deque[FetchedMessage] = deque()  # for a ``receive``
         self._polling: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._stopped = False
@@ -135,11 +133,10 @@ class KafkaSubscription:
     def _take(self, most: int) -> list[Delivery]:
         """What is here already: given back, due, or read for a ``receive`` that was cancelled."""
         taken: list[FetchedMessage] = []
-        for waiting in (self._returned, self._due, self._fetched):
-            while waiting and len(taken) < most:
-                message = waiting.popleft()
-                if message.pending:
-                    taken.append(message)
+        while self._waiting and len(taken) < most:
+            message = self._waiting.popleft()
+            if message.pending:
+                taken.append(message)
         return self._deliver(taken)
 
     def _deliver(self, messages: list[FetchedMessage]) -> list[Delivery]:
@@ -178,7 +175,7 @@ class KafkaSubscription:
 
     async def _poll(self, most: int, seconds: float) -> None:
         for partition, records in await self.membership.poll(most, seconds):
-            self._fetched += self._accept(partition, records)
+            self._waiting += self._accept(partition, records)
 
     def _polled(self, polling: asyncio.Task[None]) -> None:
         self._polling = None
@@ -213,7 +210,7 @@ class KafkaSubscription:
         return messages
 
     def _is_due(self, message: FetchedMessage) -> None:
-        self._due.append(message)
+        self._waiting.append(message)
         self._wake()
 
     def _wake(self) -> None:
@@ -241,8 +238,7 @@ class KafkaSubscription:
         unchanged = delay <= 0 and not count_attempt
         if unchanged and not self._stopped:
             self._forget(message)
-            self._returned.appendleft(message)
-            self._wake()
+            self._put_back(message)
             return
         if unchanged and message.envelope.key is not None:
             self._leave_in_log(message)
@@ -264,7 +260,15 @@ class KafkaSubscription:
 
     def _deliver_again(self, message: FetchedMessage, count_attempt: bool) -> None:
         message.envelope.attempt += count_attempt
-        self._returned.append(message)
+        self._put_back(message)
+
+    def _put_back(self, message: FetchedMessage) -> None:
+        """Let a message be delivered next, after those that lie before it in its partition."""
+        place = 0
+        for number, other in enumerate(self._waiting, 1):
+            if other.tracker is message.tracker and other.offset < message.offset:
+                place = number
+        self._waiting.insert(place, message)
         self._wake()
 
     async def _send_back(
@@ -419,8 +423,7 @@ class KafkaSubscription:
         """
         messages = [
             message
-            for waiting in (self._returned, self._due, self._fetched)
-            for message in waiting
+            for message in self._waiting
             if message.tracker.held and message.pending and message.envelope.key is None
         ]
         if not messages:
