@@ -24,6 +24,7 @@ LAYERS = [
     ["settings", "codec"],
     ["native", "observability"],
     ["backends", "handlers"],
+    ["wiring"],
     ["sending"],
     ["consuming"],
     ["admin"],
@@ -38,7 +39,7 @@ PAIRS = {frozenset({"errors", "_internal"})}
 
 # Below the boundary, and the policies above it. Neither imports the other.
 BELOW = {"native", "backends"}
-POLICIES = {"observability", "handlers", "sending", "consuming", "admin"}
+POLICIES = {"observability", "handlers", "wiring", "sending", "consuming", "admin"}
 
 # The same for modules inside two packages.
 NATIVE = [

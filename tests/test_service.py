@@ -1138,7 +1138,7 @@ async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
 async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock, Clerk())
     async with service:
-        (task,) = service._consumers._tasks.values()
+        (task,) = service._runtime.consumers._tasks.values()
         task.cancel()
         await settle()
         assert service.connection_state == "connected"

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from qkit import Settings
 from qkit._internal.ids import new_id
 from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
@@ -25,12 +26,12 @@ from qkit.errors import (
     SendTimeout,
 )
 from qkit.message import Envelope, Sent
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
-from qkit.observability.events import Events
+from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
 from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.send_batcher import MAX_BATCH_MESSAGES, SendBatcher
 from qkit.testing.clock import VirtualClock
+from qkit.wiring import Wiring
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 TIMEOUT = 10.0
@@ -42,12 +43,12 @@ class Way:
     def __init__(self, clock: VirtualClock, backend: FaultyBackend) -> None:
         self.clock = clock
         self.backend = backend
-        self.connection = ConnectionTracker(Events(), clock, backend.name)
+        settings = Settings(type="native", send_timeout=TIMEOUT)
+        wiring = Wiring.build(backend, settings, clock)
+        self.connection = wiring.connection
         self.connection.transition_to(ConnectionState.CONNECTED)
-        self.breaker = CircuitBreaker(failure_threshold=5, recovery_timeout=30.0, clock=clock)
-        self.guarded = GuardedBackend(
-            backend, breaker=self.breaker, connection=self.connection, timeout=TIMEOUT
-        )
+        self.guarded = GuardedBackend(wiring)
+        self.breaker = self.guarded.breaker
         backoff = Backoff(initial=0.05, maximum=2.0)
         self.orders = SendBatcher(self.guarded, "orders", backoff)
         self.audit = SendBatcher(self.guarded, "audit", backoff)
