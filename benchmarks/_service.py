@@ -176,7 +176,8 @@ async def dead_lettering_expired(
 ) -> float:
     """Expired messages a second ahead of a live one, with one handler at a time.
 
-    Each becomes a dead letter; the handler gets the message behind them.
+    Each becomes a dead letter; the handler gets the message behind them. The time ends with the
+    last of both.
 
     Args:
         settings: Settings of the service.
@@ -185,14 +186,21 @@ async def dead_lettering_expired(
         count: Number of expired messages.
         broadcast: Use a topic instead of a queue.
     """
-    done = asyncio.Event()
+    left, done = count + 1, asyncio.Event()
+
+    def hit(_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            done.set()
 
     @consume(name, concurrency=1, prefetch=PREFETCH, broadcast=broadcast)
     async def handle(order: Order) -> None:
-        done.set()
+        hit(order)
 
     service = QueueService(settings, backend=backend)
     service.register(handle)
+    service.on("dead_letter", hit)
     async with service:
         service.pause(name)
         past, body = time.time() - 60, order_bytes()

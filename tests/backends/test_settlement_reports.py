@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import aiormq
@@ -13,6 +14,7 @@ from qkit import QueueService, Settings, consume
 from qkit.backends.kafka import driver
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.errors import QueueError
+from qkit.message import Envelope
 from qkit.observability import settlement_failures
 from tests.support.rabbitmq import bare_channel
 from tests.support.waiting import eventually
@@ -44,23 +46,27 @@ async def becomes_unhealthy(service: QueueService, reason: str) -> None:
     assert not service.ready
 
 
-async def refuse(*arguments: object) -> None:
-    raise QueueError("no room for letters")
-
-
 async def test_an_expired_message_on_rabbitmq_whose_dead_letter_is_refused(
     rabbitmq_url: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: list[int] = []
+    refused = True
+    publish = RabbitMQBackend.publish
+
+    async def refuse(backend: RabbitMQBackend, queue: str, envelopes: Sequence[Envelope]) -> Any:
+        if refused and queue.endswith(".dlq"):
+            raise QueueError("no room for letters")
+        return await publish(backend, queue, envelopes)
+
+    monkeypatch.setattr(RabbitMQBackend, "publish", refuse)  # a service keeps the bound method
     service = service_of(name, got, type="rabbitmq", url=rabbitmq_url)
     async with service, bare_channel(rabbitmq_url) as raw:
-        with monkeypatch.context() as patch:
-            patch.setattr(RabbitMQBackend, "publish", refuse)
-            await _publish(raw, name, {"qkit-expires-at": 1})
-            await becomes_unhealthy(service, "no room for letters")
-            await _publish(raw, name, {})
-            await eventually(lambda: got == [7])
-            assert not service.ready, "others are settled, that one is not"
+        await _publish(raw, name, {"qkit-expires-at": 1})
+        await becomes_unhealthy(service, "no room for letters")
+        await _publish(raw, name, {})
+        await eventually(lambda: got == [7])
+        assert not service.ready, "others are settled, that one is not"
+        refused = False
         await eventually(lambda: service.ready)
         assert len(await service.dead_letters(name).list()) == 1
         for queue in (name, f"{name}.dlq"):
