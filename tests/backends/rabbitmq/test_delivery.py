@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import aiormq
@@ -390,7 +390,7 @@ async def test_the_letter_of_an_expired_message_goes_to_a_new_queue_if_its_own_w
 @contextlib.asynccontextmanager
 async def refusing_service(
     url: str, name: str, *, quorum: bool = True, **settings: Any
-) -> AsyncIterator[QueueService]:
+) -> AsyncGenerator[QueueService, None]:
     """A service whose handler must not be called."""
     called: list[int] = []
 
