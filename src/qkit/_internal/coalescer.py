@@ -87,9 +87,10 @@ class Coalescer(Generic[T]):
             while self._waiting:
                 self._in_flight = self._next_group()
                 await self._flush(self._in_flight)
+                several = len(self._in_flight) > 1
                 self._in_flight = []
-                # Callers that were answered may post again: all of them join the next group.
-                await asyncio.sleep(0)
+                if several:  # callers that were answered may post again, and join one group
+                    await asyncio.sleep(0)
         finally:
             self._waiting.extendleft(reversed(self._in_flight))
             self._in_flight = []

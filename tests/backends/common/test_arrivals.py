@@ -99,9 +99,9 @@ async def test_unclaimed_items_are_returned_after_a_while(clock: VirtualClock) -
     await clock.advance(0.6)
     arrivals.put([2])
     assert await arrivals.take(1) == [1]  # the time begins again
-    await clock.advance(0.6)
+    await clock.advance(0.9)
     assert returned == []
-    await clock.advance(0.5)
+    await clock.advance(1.1)
     assert returned == [[2]]
 
 

@@ -21,7 +21,8 @@ class Arrivals(Generic[T]):
     Args:
         unclaimed: Called with all items, oldest first, that waited ``after`` seconds while no
             caller was in ``take``. They are removed. By default items wait without limit.
-        after: Seconds; with 0 ``unclaimed`` is called at once.
+        after: Seconds; with 0 ``unclaimed`` is called at once. After a ``take`` that left items it
+            may be up to twice as many.
         busy: While it returns true, unclaimed items wait for another ``after`` seconds.
         left: Called when the last caller has left ``take``.
         order: Key of an item in the order of delivery, for ``put_back``. By default an item that
@@ -47,7 +48,8 @@ class Arrivals(Generic[T]):
         self._busy = busy
         self._left = left
         self._order = order
-        self._timer: asyncio.TimerHandle | None = None
+        self._takes = 0  # calls of ``take``
+        self._timer: asyncio.TimerHandle | None = None  # not cancelled by a ``take``: that is dear
 
     def __len__(self) -> int:
         return len(self._items)
@@ -74,7 +76,8 @@ class Arrivals(Generic[T]):
     def stop(self) -> None:
         """From now on ``take`` returns nothing; items that wait are for ``drain``."""
         self._stopped = True
-        self._cancel_timer()
+        if self._timer is not None:
+            self._timer.cancel()
         self._changed.set()
 
     def fail(self, error: Exception, *, drop: bool) -> None:
@@ -88,7 +91,6 @@ class Arrivals(Generic[T]):
         """Remove and return all items that wait, oldest first."""
         items = list(self._items)
         self._items.clear()
-        self._cancel_timer()
         return items
 
     async def take(self, limit: int, ask: Callable[[int], None] | None = None) -> list[T]:
@@ -103,7 +105,7 @@ class Arrivals(Generic[T]):
             Exception: The error given to ``fail``.
         """
         self.receivers += 1
-        self._cancel_timer()
+        self._takes += 1
         try:
             while not self._stopped:
                 if self._items:
@@ -133,24 +135,20 @@ class Arrivals(Generic[T]):
             self._watch_unclaimed()
 
     def _watch_unclaimed(self) -> None:
+        """Items wait and no caller is in ``take``: give them back later, or now."""
         if self._unclaimed is None or not self._items or self._stopped:
             return
         if self._after <= 0:
-            self._return_unclaimed()
+            self._unclaimed(self.drain())
         elif self._timer is None:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._after, self._return_unclaimed)
+            self._timer = loop.call_later(self._after, self._check_unclaimed, self._takes)
 
-    def _return_unclaimed(self) -> None:
+    def _check_unclaimed(self, takes: int) -> None:
         self._timer = None
         if self.receivers or self._stopped or not self._items or self._unclaimed is None:
             return
-        if self._after > 0 and self._busy is not None and self._busy():
+        if takes != self._takes or (self._busy is not None and self._busy()):
             self._watch_unclaimed()
-            return
-        self._unclaimed(self.drain())
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        else:
+            self._unclaimed(self.drain())
