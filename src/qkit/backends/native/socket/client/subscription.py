@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from qkit._internal.tasks import retrieve_exception
 from qkit.backend import Delivery, SubscriptionSpec
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.connection import ClientConnection
@@ -48,7 +48,6 @@ class SocketSubscription:
         self._leases: dict[int, float] = {}  # of all that is held; the renewing thread reads it
         self._serial = 0
         self._asked = 0  # the credit that the owner has
-        self._settling: list[tuple[protocol.SettleItem, asyncio.Future[None]]] = []
         self._return_timer: asyncio.TimerHandle | None = None
         self._stopped = False
         self._broken: QueueError | None = None
@@ -73,7 +72,6 @@ class SocketSubscription:
     async def leave(self) -> None:
         """Give back what is held, uncharged; returns once others can have it."""
         self._stopped = True
-        self._flush()
         self._forget()
         with contextlib.suppress(BackendUnavailable):  # then the claim ended with the connection
             await self._connection.request(protocol.LEAVE, protocol.encode_number(self.number))
@@ -190,8 +188,7 @@ class SocketSubscription:
         """Nobody asks for what has arrived: others may have it."""
         self._return_timer = None
         for delivery in self._hand_out(len(self._arrived)):
-            item = _release(delivery, 0.0, count_attempt=False)
-            self._begin(item).add_done_callback(retrieve_exception)
+            self._request([_release(delivery, 0.0, count_attempt=False)])
 
     async def stop(self) -> None:
         """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
@@ -213,16 +210,10 @@ class SocketSubscription:
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
-        answers = [self._begin(_ack(delivery)) for delivery in deliveries]
-        await asyncio.wait(answers)
-        results: list[QueueError | None] = []
-        for delivery, answer in zip(deliveries, answers, strict=True):
-            error = answer.exception()
+        results = await self._settle_many(_ack, deliveries)
+        for delivery, error in zip(deliveries, results, strict=True):
             if error is None:
                 delivery.receipt = None
-            elif not isinstance(error, QueueError):
-                raise error
-            results.append(None if error is None else _about(error, delivery))
         return results
 
     async def release(
@@ -234,56 +225,84 @@ class SocketSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        receipt = delivery.receipt_of(int, "native", "extend")
-        item = protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
-        await self._settle(item, delivery)
+        await self._settle(_extend(delivery, seconds), delivery)
+
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Move the ends of several leases in one round trip.
+
+        Raises:
+            SubscriptionLost: The owner did not answer; no lease was extended.
+        """
+        results = await self._settle_many(partial(_extend, seconds=seconds), deliveries)
+        for error in results:
+            if isinstance(error, SubscriptionLost):
+                raise error
+        return results
 
     async def _settle(self, item: protocol.SettleItem, delivery: Delivery) -> None:
-        try:
-            await self._begin(item)
-        except QueueError as error:
+        (error,) = await self._request([item])
+        if error is not None:
             raise _about(error, delivery) from error.cause
 
-    def _begin(self, item: protocol.SettleItem) -> asyncio.Future[None]:
-        """Settle with whatever else this turn of the loop settles."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        if not self._settling:
-            self._loop.call_soon(self._flush)
-        self._settling.append((item, future))
-        return future
+    async def _settle_many(
+        self, item_of: Callable[[Delivery], protocol.SettleItem], deliveries: Sequence[Delivery]
+    ) -> list[QueueError | None]:
+        """Settle in one frame. One that was settled before fails alone, not the others."""
+        results: list[QueueError | None] = [None] * len(deliveries)
+        items: dict[int, protocol.SettleItem] = {}
+        for place, delivery in enumerate(deliveries):
+            try:
+                items[place] = item_of(delivery)
+            except MessageNotFound as error:
+                results[place] = error
+        if items:
+            errors = await self._request(list(items.values()))
+            for place, problem in zip(items, errors, strict=True):
+                if problem is not None:
+                    results[place] = _about(problem, deliveries[place])
+        return results
 
-    def _flush(self) -> None:
-        settling, self._settling = self._settling, []
-        if not settling:
-            return
-        body = protocol.encode_settlings(self.number, [item for item, _ in settling])
+    def _request(
+        self, items: Sequence[protocol.SettleItem]
+    ) -> asyncio.Future[list[QueueError | None]]:
+        """Send one SETTLE frame; the future gets an error for each item that failed."""
+        future: asyncio.Future[list[QueueError | None]] = self._loop.create_future()
 
         def answered(answer: bytes | QueueError) -> None:
             timer.cancel()
-            failures = {} if isinstance(answer, QueueError) else decode_failures(answer)
-            for place, (item, future) in enumerate(settling):
-                error = answer if isinstance(answer, QueueError) else failures.get(place)
-                if _is_over(item, error):
+            errors: list[QueueError | None] = [None] * len(items)
+            if isinstance(answer, QueueError):
+                errors = [answer] * len(items)
+            else:
+                for place, error in decode_failures(answer).items():
+                    errors[place] = error
+            for item, problem in zip(items, errors, strict=True):
+                if _is_over(item, problem):
                     # Not before: while the owner has not heard of it, the lease must not end.
                     self._leases.pop(item.receipt, None)
-                if future.done():
-                    continue
-                if error is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(error)
+            if not future.done():
+                future.set_result(errors)
 
         silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
         timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
         try:
+            body = protocol.encode_settlings(self.number, items)
             self._connection.ask(protocol.SETTLE, body, answered)
         except QueueError as error:
             answered(error)
+        return future
 
 
 def _ack(delivery: Delivery) -> protocol.SettleItem:
     receipt = delivery.receipt_of(int, "native", "ack")
     return protocol.SettleItem(protocol.ACK, receipt, 0.0, False, {})
+
+
+def _extend(delivery: Delivery, seconds: float) -> protocol.SettleItem:
+    receipt = delivery.receipt_of(int, "native", "extend")
+    return protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
 
 
 def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.SettleItem:
