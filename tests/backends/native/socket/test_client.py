@@ -165,6 +165,21 @@ async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
             await (awake if receiving.cancelled() else paused).ack(found)
 
 
+async def test_a_cancelled_receive_takes_its_credit_back(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    async with client.subscribe(spec()) as subscription:
+        receiving = asyncio.create_task(subscription.receive(3))
+        await client.ping()
+        receiving.cancel()
+        await asyncio.wait({receiving})
+        await client.ping()
+        await client.publish("q", [Envelope("a", b"")])
+        assert (await client.stats("q")).in_flight == 0, "claimed for no receiver"
+        (found,) = await subscription.receive(1)
+        assert found.envelope.attempt == 1
+
+
 async def test_several_receives_share_what_comes(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
