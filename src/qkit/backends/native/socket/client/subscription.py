@@ -57,9 +57,8 @@ class SocketSubscription:
 
     async def open(self, spec: SubscriptionSpec) -> None:
         """Subscribe; raises what the owner raises."""
-        self.number, opened = self._connection.begin(
-            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
-        )
+        body = protocol.encode_record(spec)
+        self.number, opened = self._connection.begin(protocol.SUBSCRIBE, body)
         try:
             await opened
         except asyncio.CancelledError:  # the owner may have opened it already
