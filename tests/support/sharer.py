@@ -9,8 +9,6 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from qkit import QueueError, QueueService, Settings, consume
@@ -20,33 +18,7 @@ from qkit.backends.native.shared_directory import SharedDirectoryBackend
 from qkit.errors import LogLocked
 from qkit.native import Engine
 
-__all__ = ["old_owner", "share"]
-
-#: The answer of an owner of version 1 to every other greeting, byte for byte.
-REFUSAL_OF_VERSION_1 = (
-    b"\x95\x00\x00\x00B\x00\x00\x00\x00"
-    b'{"type": "QueueError", "message": "this owner speaks version 1 of the protocol, the client '
-    b'does not: run the same version of qkit in both processes"}'
-)
-
-
-@asynccontextmanager
-async def old_owner(path: Path) -> AsyncGenerator[list[bytes], None]:
-    """A socket whose owner speaks version 1 of the protocol; the greetings that it got."""
-    greetings: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greetings.append(await reader.readexactly(6))
-        writer.write(REFUSAL_OF_VERSION_1)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_unix_server(answer, path)
-    try:
-        yield greetings
-    finally:
-        server.close()
-        path.unlink()  # noqa: ASYNC240  # a test may wait for it
+__all__ = ["share"]
 
 
 def share(directory: Path, **options: float) -> SharedDirectoryBackend:

@@ -21,7 +21,7 @@ from qkit.backends.native.shared_directory import SharedDirectoryBackend
 from qkit.errors import BackendUnavailable, ConfigError, LogLocked, SubscriptionLost
 from qkit.message import DeadLetter, Envelope
 from qkit.native import Engine
-from tests.support.sharer import old_owner, share
+from tests.support.sharer import share
 
 ROOT = Path(__file__).parents[3]
 TAKEOVER = 3.0  # seconds, at most
@@ -140,46 +140,6 @@ async def test_an_owner_that_never_answers_fails_the_start(directory: Path) -> N
     await backend.start()
     assert backend.owner
     await backend.aclose()
-
-
-async def test_an_owner_of_another_version_fails_the_start_with_the_reason(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = await Engine.open(directory)
-    async with old_owner(directory / "socket") as greetings:
-        backend = share(directory, start_timeout=1.5)
-        with pytest.raises(BackendUnavailable, match="restart the process of the owner"):
-            await backend.start()
-    assert 1 < len(greetings) < 5, "it tries again, not in a fast loop"
-    assert caplog.text.count("trying again until then") == 1
-    await engine.aclose()
-    await backend.start()
-    assert backend.owner
-    await backend.aclose()
-
-
-async def test_a_client_waits_until_an_owner_of_another_version_is_replaced(
-    directory: Path,
-) -> None:
-    first, second = share(directory), share(directory, patience=0.2)
-    await first.start()
-    await second.start()
-    await second.declare(QueueSpec(name="q"))
-    await second.publish("q", [Envelope("a", b"")])
-    assert first._role is not None
-    assert first._role.server is not None
-    await first._role.server.aclose()  # it keeps the lock, and the older version serves
-    async with old_owner(directory / "socket") as greetings:
-        await until(lambda: greetings)
-        await asyncio.sleep(0.05)
-        with pytest.raises(BackendUnavailable, match="restart the process of the owner"):
-            await second.publish("q", [Envelope("b", b"")])
-    await first._role.server.start()
-    await until(lambda: second._role is not None)
-    await second.publish("q", [Envelope("c", b"")])
-    assert [item.id for item in await second.peek("q", 5)] == ["a", "c"]
-    await second.aclose()
-    await first.aclose()
 
 
 async def test_what_cannot_be_opened_fails_the_start_and_lets_the_directory_go(

@@ -26,7 +26,6 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.backend import SocketBackend
-from qkit.backends.native.socket.client.connection import VersionMismatch
 from qkit.backends.native.socket.server.server import SocketServer
 from qkit.errors import BackendUnavailable
 from qkit.message import DeadLetter, Envelope, Sent
@@ -99,7 +98,6 @@ class SharedDirectoryBackend:
         self._reached = asyncio.Event()  # there is a role
         self._broken = asyncio.Event()  # there was one
         self._role_task: asyncio.Task[None] | None = None
-        self._mismatch: str | None = None  # why the owner refuses this process, if by its version
         self.capabilities = capabilities
 
     @property
@@ -204,11 +202,8 @@ class SharedDirectoryBackend:
                 async with asyncio.timeout(self._patience):
                     await self._reached.wait()
         if self._role is None:
-            reason = (
-                self._mismatch or f"{self._path} has no owner that can be reached now: try again"
-            )
             raise BackendUnavailable(
-                reason
+                f"{self._path} has no owner that can be reached now: try again"
                 if self._role_task is not None
                 else "the backend is not open: start it first",
                 backend=self.name,
@@ -231,17 +226,14 @@ class SharedDirectoryBackend:
             try:
                 await self._restore_declarations(await self._try())
             except (BackendUnavailable, TimeoutError, self._locked) as error:
-                self._note_mismatch(error)
                 if deadline is not None and loop.time() >= deadline:
                     raise BackendUnavailable(
-                        self._mismatch
-                        or f"another process owns {self._path} and did not answer within "
-                        f"{within:g} s: it may still be recovering; try again",
+                        f"another process owns {self._path} and did not answer within {within:g} "
+                        "s: it may still be recovering; try again",
                         backend=self.name,
                         operation="start",
                     ) from error
-                slowly = self._mismatch is not None
-                await asyncio.sleep(RETRY_AFTER_ERROR_SECONDS if slowly else RETRY_INTERVAL_SECONDS)
+                await asyncio.sleep(RETRY_INTERVAL_SECONDS)
             except Exception:
                 if deadline is not None:
                     raise
@@ -249,13 +241,6 @@ class SharedDirectoryBackend:
                 await asyncio.sleep(RETRY_AFTER_ERROR_SECONDS)
             else:
                 return
-
-    def _note_mismatch(self, error: Exception) -> None:
-        """Remember, and log once, that the owner speaks another version of the protocol."""
-        mismatch = error.message if isinstance(error, VersionMismatch) else None
-        if mismatch is not None and mismatch != self._mismatch:
-            logger.warning("%s; trying again until then", mismatch)
-        self._mismatch = mismatch
 
     async def _try(self) -> _Role:
         """Own the directory, or else call its owner."""
@@ -304,7 +289,6 @@ class SharedDirectoryBackend:
             logger.info("this process owns %s now and serves it", self._path)
         self.capabilities = role.backend.capabilities
         self._role = role
-        self._mismatch = None
         self._broken.clear()
         self._reached.set()
 

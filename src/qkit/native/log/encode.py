@@ -30,7 +30,6 @@ from qkit.native.log.record import (
     MAX_CONTENT,
     MESSAGE,
     MESSAGE_EXTRA,
-    NO_PRIORITY,
     ONE_CLAIM,
     ONE_SEQ,
     PUBLISH,
@@ -56,7 +55,6 @@ __all__ = [
     "encode_publish",
     "encode_release",
     "encode_remove",
-    "pack_headers",
     "renumbered",
     "without_body",
 ]
@@ -71,7 +69,7 @@ def encode_publish(
     id: str,
     body: bytes,
     *,
-    priority: int | None = 5,
+    priority: int = 5,
     at: float = 0.0,
     due: float = 0.0,
     expires: float = 0.0,
@@ -79,24 +77,20 @@ def encode_publish(
     headers: dict[str, str] | None = None,
     attempt: int = 0,
 ) -> bytes:
-    """A message was accepted at wall time ``at``; on the socket, is to be accepted.
+    """A message was accepted at wall time ``at``.
 
-    There ``queue`` and ``seq`` are 0, and ``priority`` may be ``None``: the queue chooses.
     Raises ``PayloadTooLarge`` above 1 GiB and ``RecordError`` for values out of range.
 
     >>> len(encode_publish(1, 1, "0190", b"hello"))
     34
     """
-    flags = 0
-    if priority is None:
-        flags, priority = NO_PRIORITY, 0
+    name = id.encode()
     try:
-        name = id.encode()
         if headers or key is not None or due or expires or attempt:
-            return _sized(_extended(flags, queue, seq, name, body, priority, at, due, expires, key,
+            return _sized(_extended(queue, seq, name, body, priority, at, due, expires, key,
                                     headers, attempt))  # fmt: skip
-        head = _pack_publish(PUBLISH, flags, queue, seq, priority, at, len(name))
-    except (struct.error, UnicodeEncodeError) as error:
+        head = _pack_publish(PUBLISH, 0, queue, seq, priority, at, len(name))
+    except struct.error as error:
         raise RecordError(f"a message that no record can hold: {error}", message_id=id) from error
     if len(body) > MAX_CONTENT - 100_000:
         return _sized(head + name + body)
@@ -104,7 +98,6 @@ def encode_publish(
 
 
 def _extended(
-    flags: int,
     queue: int,
     seq: int,
     name: bytes,
@@ -117,9 +110,9 @@ def _extended(
     headers: dict[str, str] | None,
     attempt: int,
 ) -> bytes:
-    flags |= EXTENDED if key is None else EXTENDED | KEYED
+    flags = EXTENDED if key is None else EXTENDED | KEYED
     key_bytes = key.encode() if key else b""
-    header_bytes = pack_headers(headers) if headers else b""
+    header_bytes = _pack_headers(headers) if headers else b""
     return b"".join(
         (
             _pack_publish(PUBLISH, flags, queue, seq, priority, at, len(name)),
@@ -132,7 +125,7 @@ def _extended(
     )
 
 
-def pack_headers(headers: dict[str, str]) -> bytes:
+def _pack_headers(headers: dict[str, str]) -> bytes:
     """Names and values with a NUL between: a tenth of JSON's cost.
 
     Headers that qkit checked hold no NUL. Any others are written as JSON, told by its brace.
@@ -244,7 +237,7 @@ def encode_release(
     """A message was given back; ``headers``, also empty ones, replace its own."""
     flags = 0 if headers is None else REPLACED
     head = _packed(RELEASE_LAYOUT.pack, RELEASE, flags, queue, seq, attempt, due)
-    return head + pack_headers(headers) if headers else head
+    return head + _pack_headers(headers) if headers else head
 
 
 def encode_dead_letter_move(queue: int, seq: int, letter: bytes) -> bytes:

@@ -33,7 +33,6 @@ __all__ = [
     "Remove",
     "decode",
     "decode_publish",
-    "unpack_headers",
 ]
 
 MAX_CONTENT: Final = 1 << 30  # so that two of them fit any segment's 32-bit offsets
@@ -53,14 +52,12 @@ BULK_IMPORT: Final = 10
 EXTENDED: Final = 1  # PUBLISH: the rare fields follow
 KEYED: Final = 2  # PUBLISH: there is a key, perhaps an empty one
 BULK: Final = 4  # PUBLISH: of a bulk file, and counts only if its BULK_IMPORT follows
-NO_PRIORITY: Final = 8  # PUBLISH: the sender chose none; only on the socket, never in a log
 REPLACED: Final = 1  # RELEASE: headers follow, else they stay as they were
 GROUPED: Final = 1  # DECLARE: one group's share of a topic
 
 MESSAGE: Final = struct.Struct("<BBIQBdH")  # type, flags, queue, seq, priority, at, id bytes
 QUEUE_SEQ: Final = struct.Struct("<IQ")  # its queue and seq
 QUEUE_SEQ_OFFSET: Final = 2
-FLAGS_OFFSET: Final = 1
 MESSAGE_EXTRA: Final = struct.Struct("<ddIHI")  # due, expires, attempt, key bytes, header bytes
 DECLARATION: Final = struct.Struct("<BBIHH")  # type, flags, queue, name bytes, group bytes
 QUEUE: Final = struct.Struct("<BI")  # type, queue
@@ -197,46 +194,44 @@ def decode(content: bytes) -> Record:
         raise RecordError(f"no record of this format: type {kind}: {error!r}") from error
 
 
-def decode_publish(content: bytes, start: int = 0, end: int | None = None) -> Publish:
-    """The message whose record begins at ``start`` and ends at ``end``, or with the content."""
-    if end is None:
-        end = len(content)
+def decode_publish(content: bytes, start: int = 0) -> Publish:
+    """The message whose record begins at ``start``."""
     kind, flags, queue, seq, priority, at, id_length = MESSAGE.unpack_from(content, start)
     if kind != PUBLISH:
         raise RecordError(f"a record of type {kind} where a message was expected")
     position = start + MESSAGE.size
     if not flags & EXTENDED:
-        at_body = position + id_length
-        if at_body > end:
+        end = position + id_length
+        if end > len(content):
             raise RecordError("a message shorter than its own parts")
-        name, body = content[position:at_body].decode(), content[at_body:end]
-        bulk = bool(flags & BULK)
-        return Publish(queue, seq, name, body, priority, at, 0.0, 0.0, None, None, 0, bulk)
+        name = content[position:end].decode()
+        return Publish(
+            queue, seq, name, content[end:], priority, at, 0.0, 0.0, None, None, 0, flags == BULK
+        )
     due, expires, attempt, key_length, header_length = MESSAGE_EXTRA.unpack_from(content, position)
     at_id = position + MESSAGE_EXTRA.size
     at_key = at_id + id_length
     at_headers = at_key + key_length
     at_body = at_headers + header_length
-    if at_body > end:
+    if at_body > len(content):
         raise RecordError("a message shorter than its own parts")
     return Publish(
         queue,
         seq,
         content[at_id:at_key].decode(),
-        content[at_body:end],
+        content[at_body:],
         priority,
         at,
         due,
         expires,
         content[at_key:at_headers].decode() if flags & KEYED else None,
-        unpack_headers(content[at_headers:at_body]) if header_length else None,
+        _unpack_headers(content[at_headers:at_body]) if header_length else None,
         attempt,
         bool(flags & BULK),
     )
 
 
-def unpack_headers(data: bytes) -> dict[str, str]:
-    """What ``pack_headers`` wrote."""
+def _unpack_headers(data: bytes) -> dict[str, str]:
     if data.startswith(b"{"):
         return cast("dict[str, str]", json.loads(data))
     parts = data.decode().split("\0") if data else []
@@ -273,7 +268,7 @@ def _decode_seqs(content: bytes) -> tuple[int, tuple[int, ...]]:
 
 def _decode_release(content: bytes) -> Release:
     _, flags, queue, seq, attempt, due = RELEASE_LAYOUT.unpack_from(content)
-    headers = unpack_headers(content[RELEASE_LAYOUT.size :]) if flags & REPLACED else None
+    headers = _unpack_headers(content[RELEASE_LAYOUT.size :]) if flags & REPLACED else None
     return Release(queue, seq, attempt, due, headers)
 
 

@@ -24,7 +24,7 @@ from qkit.backend import (
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client import subscription as claimed
 from qkit.backends.native.socket.client.backend import SocketBackend
-from qkit.backends.native.socket.client.connection import Answered, VersionMismatch
+from qkit.backends.native.socket.client.connection import Answered
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
@@ -32,13 +32,11 @@ from qkit.errors import (
     MessageNotFound,
     PartialSend,
     PayloadTooLarge,
-    QueueError,
     QueueFull,
     QueueNotFound,
     SubscriptionLost,
 )
 from qkit.message import Envelope, Sent
-from tests.support.sharer import old_owner
 
 SEED = int(os.environ.get("QKIT_TEST_SEED", "20240501"))
 
@@ -505,37 +503,30 @@ async def test_a_subscription_that_was_cancelled_while_it_opened_leaves_nothing(
     assert (await client.stats("q")).consumers == 0
 
 
-async def test_one_message_that_cannot_be_sent_leaves_the_others(owner: Any) -> None:
+async def test_an_owner_that_knows_fewer_fields_gets_the_rest(
+    owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As version 0.1 does, which refuses what it does not know."""
+
+    def strict(cls: type, body: bytes) -> Any:
+        values = protocol.decode_json(body)
+        for name in ("consumed", "again", "needs_delay"):
+            if name in values:
+                raise protocol.ProtocolError(
+                    f"no {cls.__name__}: got an unexpected keyword argument {name}"
+                )
+        return cls(**values)
+
+    monkeypatch.setattr(protocol, "decode_record", strict)
     client = await owner.client()
-    await client.declare(QueueSpec(name="q"))
-    sent = [
-        Envelope("a", b"1"),
-        Envelope("b\ud800", b"2"),
-        Envelope("c", b"3", priority=256),
-        Envelope("d", b"4"),
-    ]
-    with pytest.raises(PartialSend) as caught:
-        await client.publish("q", sent)
-    first, unreadable, high, last = caught.value.results
-    assert (first, last) == (Sent("a", 0), Sent("d", 1))
-    assert isinstance(unreadable, QueueError)
-    assert isinstance(high, InvalidPriority)
-    assert (high.queue, high.message_id) == ("q", "c")
-    with pytest.raises(InvalidPriority, match="0–255"):
-        await client.publish("q", [sent[2]])
-
-
-async def test_an_owner_of_version_1_is_named_as_the_side_to_replace(directory: Path) -> None:
-    lost: list[BackendUnavailable] = []
-    async with old_owner(directory / "socket") as greetings:
-        client = SocketBackend(directory / "socket", on_lost=lost.append)
-        for _ in range(2):
-            with pytest.raises(VersionMismatch, match="restart the process of the owner") as caught:
-                await asyncio.wait_for(client.start(), 30)
-            assert "version 1 of the protocol, the client version 2" in caught.value.message
-    assert greetings == [protocol.MAGIC] * 2
-    assert lost == [], "it was never reached"
-    await client.aclose()
+    await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True))
+    await client.declare(QueueSpec(name="new", max_deliveries=2, consumed=True, again=True))
+    await client.publish("new", [Envelope("a", b"")])
+    subscription = SubscriptionSpec(
+        queue="new", group="g", consumer="c", prefetch=1, needs_delay=True
+    )
+    async with client.subscribe(subscription) as opened:
+        assert [item.envelope.id for item in await opened.receive(1)] == ["a"]
 
 
 def test_a_field_of_a_later_version_is_passed_over() -> None:

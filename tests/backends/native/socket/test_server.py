@@ -17,7 +17,6 @@ from qkit.backend import QueueSpec, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.backend import SocketBackend
-from qkit.backends.native.socket.error_codec import decode_error
 from qkit.backends.native.socket.server.server import SocketServer
 from qkit.backends.native.socket.unix_socket import connect
 from qkit.errors import BackendUnavailable, ConfigError, LifecycleError
@@ -169,22 +168,11 @@ async def test_a_frame_beyond_the_limit_closes_the_connection_with_a_word(direct
         await server.aclose()
 
 
-@pytest.mark.parametrize(("version", "older"), [(1, "client"), (99, "owner")])
-async def test_a_client_of_another_version_is_told_which_side_to_replace(
-    owner: Any, caplog: pytest.LogCaptureFixture, version: int, older: str
-) -> None:
-    client = await owner.client()
-    for _ in range(3):  # it tries again
-        reader, writer = await asyncio.open_unix_connection(owner.path)
-        declare = protocol.encode_json({"name": "q"})
-        writer.write(b"\xf1qkit" + bytes([version]) + protocol.frame(protocol.DECLARE, 1, declare))
-        ((kind, number, body),) = protocol.FrameDecoder().feed(await reader.read())
-        assert (kind, number) == (protocol.ERROR, 0)
-        assert f"restart the process of the {older}" in decode_error(body).message
-        writer.close()
-    assert await client.queues() == [], "nothing of it was carried out"
-    warnings = [entry for entry in caplog.records if entry.levelname == "WARNING"]
-    assert [f"the client version {version}" in entry.getMessage() for entry in warnings] == [True]
+async def test_another_version_is_told_so(owner: Any) -> None:
+    reader, writer = await asyncio.open_unix_connection(owner.path)
+    writer.write(protocol.MAGIC[:-1] + b"\x63")
+    assert b"same version" in await reader.read()
+    writer.close()
 
 
 async def test_a_client_that_does_not_read_makes_nothing_grow(owner: Any) -> None:

@@ -3,8 +3,7 @@
 A connection begins with ``MAGIC``, whose last byte is the version; the owner answers with a
 ``HELLO``. After that both sides write frames: a fixed little-endian head (length of the body, kind,
 number) and the body. The number is the request's, or the subscription's. Many messages, deliveries
-or settlements travel in one frame; what is rare travels as JSON. A message is the log's record of a
-publish, with queue and seq 0, behind its length.
+or settlements travel in one frame; what is rare travels as JSON.
 
 >>> list(FrameDecoder().feed(frame(PING, 7)))
 [(10, 7, b'')]
@@ -13,24 +12,18 @@ publish, with queue and seq 0, behind its length.
 from __future__ import annotations
 
 import json
-import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from qkit.backend import Delivery, QueueSpec, SubscriptionSpec
-from qkit.errors import InvalidPriority, QueueError
+from qkit.errors import QueueError
 from qkit.message import Envelope, Sent
-from qkit.native.log.encode import encode_publish as record_of
-from qkit.native.log.encode import pack_headers
-from qkit.native.log.record import FLAGS_OFFSET, NO_PRIORITY, unpack_headers
-from qkit.native.log.record import decode_publish as read_record
 
 __all__ = [
     "MAGIC",
     "MAX_FRAME",
-    "VERSION",
     "FrameDecoder",
     "ProtocolError",
     "SettleItem",
@@ -56,15 +49,12 @@ __all__ = [
     "encode_renewals",
     "encode_settlings",
     "frame",
-    "owner_version",
     "split",
-    "version_error",
 ]
 
 R = TypeVar("R", QueueSpec, SubscriptionSpec)
 
-MAGIC: Final = b"\xf1qkit\x02"  # its first byte begins no text, its last is the version
-VERSION: Final = MAGIC[-1]
+MAGIC: Final = b"\xf1qkit\x01"  # its first byte begins no text, its last is the version
 MAX_FRAME: Final = 64 << 20  # bytes; an owner may allow more
 
 # What a client asks. The answer is OK or ERROR with the same number, unless there is none.
@@ -97,6 +87,8 @@ RELEASE: Final = 2
 EXTEND: Final = 3
 
 HEAD: Final = struct.Struct("<IBI")  # bytes of the body, kind, number
+# flags, priority, not_before, expires_at, attempt, then the bytes of id, key, headers and body
+ENVELOPE: Final = struct.Struct("<BiddIIIII")
 DELIVERY: Final = struct.Struct("<Qd")  # receipt, lease
 SETTLING: Final = struct.Struct("<BQdBI")  # what, receipt, seconds, count_attempt, header bytes
 RENEWAL: Final = struct.Struct("<IQd")  # subscription, receipt, seconds
@@ -104,11 +96,16 @@ CREDITED: Final = struct.Struct("<II")  # serial number, how many
 LENGTH: Final = struct.Struct("<I")
 SESSION: Final = struct.Struct("<Q")
 
+KEYED: Final = 1
+RANKED: Final = 2
+DELAYED: Final = 4
+EXPIRING: Final = 8
 NO_LEASE: Final = -1.0
 NO_POSITION: Final = -1
-MAX_CREDIT: Final = (1 << 31) - 1
-MAX_PRIORITY: Final = 255  # of a record
-EXPIRED_LONG_AGO: Final = 1.0  # in place of 0, which means "never" in a record
+MAX_PRIORITY: Final = (1 << 31) - 1  # of the frame; no queue takes one so high
+
+_pack_envelope: Final = ENVELOPE.pack
+_unpack_envelope: Final = ENVELOPE.unpack_from
 
 
 class ProtocolError(QueueError):
@@ -196,37 +193,36 @@ class FrameDecoder:
 # Envelopes
 
 
-def encode_envelope(item: Envelope, attempt: int | None = None) -> bytes:
-    """One message as it stands in a frame, one after the other.
-
-    Args:
-        item: The message.
-        attempt: In place of the envelope's. The record of a new message, with 0, is shorter.
-
-    Raises:
-        InvalidPriority: A priority that no record holds.
-        RecordError: An id or key that is too long or not Unicode, or times that are not numbers.
-        PayloadTooLarge: Above 1 GiB.
-    """
-    priority, expires = item.priority, item.expires_at
-    if priority is not None and not 0 <= priority <= MAX_PRIORITY:
-        raise InvalidPriority(
-            f"priority {priority!r} is outside 0–{MAX_PRIORITY}, the range of native queues",
-            message_id=item.id,
+def encode_envelope(item: Envelope) -> bytes:
+    """One message as it stands in a frame, one after the other."""
+    id, key, headers, body = _bytes(item.id), b"", b"", item.body
+    flags, priority, due, expires = 0, 0, 0.0, 0.0
+    if item.priority is not None:
+        flags, priority = RANKED, item.priority
+        if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            priority = MAX_PRIORITY
+    if item.key is not None:
+        flags |= KEYED
+        key = _bytes(item.key)
+    if item.not_before is not None:
+        flags |= DELAYED
+        due = item.not_before
+    if item.expires_at is not None:
+        flags |= EXPIRING
+        expires = item.expires_at
+    if item.headers:
+        headers = _encode_headers(item.headers)
+    try:
+        head = _pack_envelope(
+            flags, priority, due, expires, item.attempt, len(id), len(key), len(headers), len(body)
         )
-    record = record_of(
-        0,
-        0,
-        item.id,
-        item.body,
-        priority=priority,
-        due=item.not_before or 0.0,
-        expires=0.0 if expires is None else expires or EXPIRED_LONG_AGO,
-        key=item.key,
-        headers=item.headers,
-        attempt=item.attempt if attempt is None else attempt,
-    )
-    return LENGTH.pack(len(record)) + record
+    except struct.error as error:
+        raise ProtocolError(
+            f"a message that cannot travel ({error}): a priority is a whole number, times are "
+            "numbers, and nothing is larger than 4 GiB",
+            message_id=item.id,
+        ) from error
+    return head + id + key + headers + body if key or headers else head + id + body
 
 
 def decode_envelopes(data: bytes, start: int = 0) -> list[Envelope]:
@@ -240,39 +236,47 @@ def decode_envelopes(data: bytes, start: int = 0) -> list[Envelope]:
 
 def _decode_envelope(data: bytes, start: int) -> tuple[Envelope, int]:
     try:
-        end = start + LENGTH.size + LENGTH.unpack_from(data, start)[0]
-        start += LENGTH.size
+        flags, priority, due, expires, attempt, *lengths = _unpack_envelope(data, start)
+        id_bytes, key_bytes, header_bytes, body_bytes = lengths
+        at_key = start + ENVELOPE.size + id_bytes
+        at_headers = at_key + key_bytes
+        at_body = at_headers + header_bytes
+        end = at_body + body_bytes
         if end > len(data):
             raise ProtocolError("a message shorter than its own parts")
-        _, _, id, body, priority, _, due, expires, key, headers, attempt, _ = read_record(
-            data, start, end
-        )
-    except (struct.error, ValueError) as error:  # RecordError is one too
+        return Envelope(
+            _text(data[at_key - id_bytes : at_key]),
+            data[at_body:end],
+            _decode_headers(data[at_headers:at_body]) if header_bytes else {},
+            _text(data[at_key:at_headers]) if flags & KEYED else None,
+            priority if flags & RANKED else None,
+            due if flags & DELAYED else None,
+            expires if flags & EXPIRING else None,
+            attempt,
+        ), end
+    except (struct.error, ValueError) as error:
         raise ProtocolError(f"no message of this protocol: {error!r}") from error
-    rank = None if data[start + FLAGS_OFFSET] & NO_PRIORITY else priority
-    item = Envelope(id, body, headers or {}, key, rank, due or None, expires or None, attempt)
-    return item, end
+
+
+def _encode_headers(headers: dict[str, str]) -> bytes:
+    """Names and values with a NUL between; as JSON where that would not be exact."""
+    flat = "\0".join([part for pair in headers.items() for part in pair])
+    if flat.count("\0") == 2 * len(headers) - 1 and not flat.startswith("{"):
+        try:
+            return flat.encode()
+        except UnicodeEncodeError:
+            pass  # a lone surrogate, which JSON can escape
+    return json.dumps(headers).encode()
+
+
+def _decode_headers(data: bytes) -> dict[str, str]:
+    if data.startswith(b"{"):
+        return cast("dict[str, str]", json.loads(data))
+    parts = data.decode().split("\0")
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 # Requests and answers
-
-
-def version_error(owner: int, client: int) -> str:
-    """Why an owner and a client cannot talk; which of them to replace.
-
-    The beginning is the same in every version: ``owner_version`` reads it.
-    """
-    older = "client" if client < owner else "owner"
-    return (
-        f"this owner speaks version {owner} of the protocol, the client version {client}: "
-        f"restart the process of the {older} with the newer version of qkit"
-    )
-
-
-def owner_version(refusal: str) -> int | None:
-    """The version of an owner that refused this client's; ``None`` if that was not the reason."""
-    found = re.match(r"this owner speaks version (\d+) of the protocol", refusal)
-    return int(found[1]) if found else None
 
 
 def encode_publish(queue: str, envelopes: Iterable[bytes]) -> bytes:
@@ -329,7 +333,7 @@ def encode_settlings(number: int, items: Iterable[SettleItem]) -> bytes:
     """What to do with deliveries of the subscription of that number."""
     parts = [LENGTH.pack(number)]
     for what, receipt, seconds, count, headers in items:
-        packed = pack_headers(headers) if headers else b""
+        packed = _encode_headers(headers) if headers else b""
         parts.append(SETTLING.pack(what, receipt, seconds, count, len(packed)) + packed)
     return b"".join(parts)
 
@@ -345,7 +349,7 @@ def decode_settlings(body: bytes) -> tuple[int, list[SettleItem]]:
         if at > len(body):
             raise ProtocolError("a settlement shorter than its own parts")
         try:
-            headers = unpack_headers(body[start:at]) if length else {}
+            headers = _decode_headers(body[start:at]) if length else {}
         except ValueError as error:
             raise ProtocolError(f"no headers: {error!r}") from error
         found.append(SettleItem(what, receipt, seconds, bool(count), headers))
@@ -368,7 +372,7 @@ def decode_renewals(body: bytes) -> tuple[int, list[tuple[int, int, float]]]:
 
 def encode_credit(serial: int, wanted: int) -> bytes:
     """How many deliveries are wanted now; the serial number comes back with them."""
-    return CREDITED.pack(serial, min(wanted, MAX_CREDIT))
+    return CREDITED.pack(serial, min(wanted, MAX_PRIORITY))
 
 
 def decode_credit(body: bytes) -> tuple[int, int]:
@@ -388,11 +392,13 @@ def decode_number(body: bytes) -> int:
     return int(number)
 
 
-def encode_record(record: QueueSpec | SubscriptionSpec) -> bytes:
-    """A specification by its fields, without those that have their default."""
+def encode_record(
+    record: QueueSpec | SubscriptionSpec, *, leave_out: Collection[str] = ()
+) -> bytes:
+    """A specification by its fields, without those that have their default or are left out."""
     values = asdict(record)
     for field in fields(record):
-        if values[field.name] == field.default:
+        if values[field.name] == field.default or field.name in leave_out:
             del values[field.name]
     return encode_json(values)
 
@@ -428,10 +434,17 @@ def _unpack(layout: struct.Struct, body: bytes, at: int) -> tuple[Any, ...]:
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")  # a name that the owner refuses, with its reason
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a character: a name that the owner will refuse, or not
+        return text.encode("utf-8", "surrogatepass")
 
 
 def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        pass
     try:
         return data.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

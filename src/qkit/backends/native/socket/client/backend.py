@@ -30,6 +30,7 @@ __all__ = ["SocketBackend"]
 
 FRAME_BYTES: Final = 1 << 20  # a publish of more than this is cut into several frames
 FRAME_OVERHEAD_BYTES: Final = 4096  # of the owner's limit, for all that is not the message
+SINCE_VERSION_0_1: Final = ("consumed", "again")  # fields of QueueSpec that it does not know
 
 
 class SocketBackend:
@@ -83,8 +84,18 @@ class SocketBackend:
             self._refuse("check", None)
 
     async def declare(self, spec: QueueSpec) -> None:
-        """Make sure the queue exists; see ``NativeBackend.declare``."""
-        await self._ask("declare", protocol.DECLARE, protocol.encode_record(spec), spec.name)
+        """Make sure the queue exists; see ``NativeBackend.declare``.
+
+        An owner of version 0.1 refuses fields that it does not know. It gets the rest, and decides
+        by the rules of its version.
+        """
+        try:
+            await self._ask("declare", protocol.DECLARE, protocol.encode_record(spec), spec.name)
+        except QueueError as error:
+            if "unexpected keyword argument" not in error.message:
+                raise
+            older = protocol.encode_record(spec, leave_out=SINCE_VERSION_0_1)
+            await self._ask("declare", protocol.DECLARE, older, spec.name)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
@@ -92,27 +103,25 @@ class SocketBackend:
         if connection is None:
             self._refuse("publish", queue)
         limit = int(connection.hello["max_frame"]) - FRAME_OVERHEAD_BYTES
-        encoded, refused = _encode(queue, envelopes, limit)
+        encoded = _encode(queue, envelopes, limit)
         if connection.write_buffer.paused:
             await connection.write_buffer.drained()
         requests = [
             (len(frame), connection.begin(protocol.PUBLISH, protocol.encode_publish(queue, frame)))
             for frame in protocol.split(encoded, min(FRAME_BYTES, limit))
         ]
-        outcomes: list[int | QueueError | None] = []  # positions and errors
+        results: list[Sent | QueueError] = []
         for count, (_, answer) in requests:
             try:
-                outcomes += protocol.decode_positions(await answer)
+                positions = protocol.decode_positions(await answer)
             except PartialSend as error:
-                outcomes += [r if isinstance(r, QueueError) else r.position for r in error.results]
+                results += error.results
             except QueueError as error:
-                outcomes += [error.located(operation="publish", queue=queue)] * count
-        for place, refusal in refused.items():  # in ascending order
-            outcomes.insert(place, refusal)
-        results = [
-            outcome if isinstance(outcome, QueueError) else Sent(item.id, outcome)
-            for item, outcome in zip(envelopes, outcomes, strict=True)
-        ]
+                error.located(operation="publish", queue=queue)
+                results += [error] * count
+            else:
+                part = envelopes[len(results) : len(results) + count]
+                results += [Sent(item.id, at) for item, at in zip(part, positions, strict=True)]
         if any(isinstance(item, QueueError) for item in results):
             raise PartialSend.of(results, backend=self.name, queue=queue)
         return cast("list[Sent]", results)
@@ -256,23 +265,19 @@ class SocketBackend:
             subscription.lost(error)
 
 
-def _encode(
-    queue: str, envelopes: Sequence[Envelope], limit: int
-) -> tuple[list[bytes], dict[int, QueueError]]:
-    """The messages as bytes, and by their places those that cannot be sent."""
-    encoded: list[bytes] = []
-    refused: dict[int, QueueError] = {}
-    for place, item in enumerate(envelopes):
-        try:
-            data = protocol.encode_envelope(item, attempt=0)
-            if len(data) > limit:
-                raise PayloadTooLarge(f"a message of {len(data)} bytes: the owner takes {limit}")
-        except QueueError as error:
-            error.located(backend="native", operation="publish", queue=queue, message_id=item.id)
-            refused[place] = error
-        else:
-            encoded.append(data)
-    return encoded, refused
+def _encode(queue: str, envelopes: Sequence[Envelope], limit: int) -> list[bytes]:
+    """Encode the messages; raise ``PayloadTooLarge`` for one of more than ``limit`` bytes."""
+    encoded = [protocol.encode_envelope(item) for item in envelopes]
+    for item, data in zip(envelopes, encoded, strict=True):
+        if len(data) > limit:
+            raise PayloadTooLarge(
+                f"a message of {len(data)} bytes: the owner takes {limit}",
+                backend="native",
+                operation="publish",
+                queue=queue,
+                message_id=item.id,
+            )
+    return encoded
 
 
 def _capabilities(said: dict[str, str]) -> Capabilities:

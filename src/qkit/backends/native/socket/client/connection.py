@@ -18,7 +18,7 @@ from qkit.backends.native.socket.unix_socket import connect
 from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import BackendUnavailable, QueueError
 
-__all__ = ["Answered", "ClientConnection", "VersionMismatch", "open_connection"]
+__all__ = ["Answered", "ClientConnection", "open_connection"]
 
 MAX_ANSWER: Final = 0xFFFF_FFFF  # the owner is trusted: it hands out what it accepted
 CLOSE_TIMEOUT: Final = 1.0
@@ -32,7 +32,7 @@ async def open_connection(path: Path, push: Push, lost: Lost) -> ClientConnectio
     """Connect to the owner and hear its greeting, or raise ``BackendUnavailable``.
 
     ``push`` gets the frames that answer nothing: kind, number, body. ``lost`` is called when the
-    connection ends after the greeting, unless it was closed from here.
+    connection ends, unless it was closed from here.
     """
     loop = asyncio.get_running_loop()
     client_socket = connect(path)
@@ -40,15 +40,11 @@ async def open_connection(path: Path, push: Push, lost: Lost) -> ClientConnectio
         lambda: ClientConnection(path, push, lost), sock=client_socket
     )
     try:
-        await connection.greeting
+        connection.hello = await connection.greeting
     except BaseException:
         await connection.aclose()
         raise
     return connection
-
-
-class VersionMismatch(BackendUnavailable):
-    """The owner speaks another version of the protocol; one of the two has to be replaced."""
 
 
 class ClientConnection(asyncio.Protocol):
@@ -66,7 +62,7 @@ class ClientConnection(asyncio.Protocol):
         self._refusal: QueueError | None = None
         self._cause: Exception | None = None
         self._gone = asyncio.Event()
-        self.greeting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.greeting: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.hello: dict[str, Any] = {}
 
     # Asking
@@ -151,8 +147,7 @@ class ClientConnection(asyncio.Protocol):
             self._parts.setdefault(number, []).append(body)
         elif kind == protocol.HELLO:
             if not self.greeting.done():
-                self.hello = protocol.decode_json(body)
-                self.greeting.set_result(None)
+                self.greeting.set_result(protocol.decode_json(body))
         else:
             self._push(kind, number, body)
 
@@ -175,16 +170,12 @@ class ClientConnection(asyncio.Protocol):
         for answered in pending.values():
             answered(self._error())
         self._gone.set()
-        if not self._closing and self.hello:
+        if not self._closing:
             self._lost(self._error())
 
     def _error(self) -> BackendUnavailable:
         if self._closing:
             return BackendUnavailable("this backend was closed", backend="native")
-        refused = None if self._refusal is None else protocol.owner_version(self._refusal.message)
-        if refused is not None:
-            reason = protocol.version_error(refused, protocol.VERSION)
-            return VersionMismatch(f"{self._path.parent}: {reason}", backend="native")
         said = f": {self._refusal.message}" if self._refusal is not None else ""
         return BackendUnavailable(
             f"the connection to the owner of {self._path.parent} broke{said}",

@@ -57,8 +57,9 @@ class SocketSubscription:
 
     async def open(self, spec: SubscriptionSpec) -> None:
         """Subscribe; raises what the owner raises."""
-        body = protocol.encode_record(spec)
-        self.number, opened = self._connection.begin(protocol.SUBSCRIBE, body)
+        self.number, opened = self._connection.begin(
+            protocol.SUBSCRIBE, protocol.encode_record(spec, leave_out=("needs_delay",))
+        )
         try:
             await opened
         except asyncio.CancelledError:  # the owner may have opened it already

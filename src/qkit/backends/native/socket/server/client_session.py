@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import asdict
@@ -29,11 +28,7 @@ MAX_EVENTS: Final = 4 << 20  # bytes that a client may leave unread before it mi
 
 
 class ClientSession:
-    """One client that speaks frames.
-
-    ``sessions`` are those of all clients, ``refusals`` the reasons for which greetings were
-    refused. The owner has one of each.
-    """
+    """One client that speaks frames; ``sessions`` are all of them, by their sessions."""
 
     def __init__(
         self,
@@ -42,14 +37,12 @@ class ClientSession:
         write_buffer: WriteBuffer,
         *,
         sessions: dict[int, ClientSession],
-        refusals: set[str],
         max_frame: int,
     ) -> None:
         self._backend = backend
         self._transport = transport
         self._write_buffer = write_buffer
         self._sessions = sessions
-        self._refusals = refusals
         self._frames: protocol.FrameDecoder | None = None  # until the magic word was heard
         self._max_frame = max_frame
         self._session = secrets.randbits(64)
@@ -69,20 +62,17 @@ class ClientSession:
             for kind, number, body in self._frames.feed(data):
                 self._take(kind, number, body)
         except protocol.ProtocolError as error:
-            level = logging.WARNING
-            if self._frames is None:  # a client of another version tries again: warn once
-                level = logging.DEBUG if error.message in self._refusals else level
-                self._refusals.add(error.message)
-            logger.log(level, "a client of the native directory was cut off: %s", error.message)
+            logger.warning("a client of the native directory was cut off: %s", error.message)
             self._write_buffer.frame(protocol.ERROR, 0, encode_error(error))
             self._write_buffer.close()
 
     def _greet(self, data: bytes) -> bytes:
         magic, rest = data[: len(protocol.MAGIC)], data[len(protocol.MAGIC) :]
-        if magic[:-1] != protocol.MAGIC[:-1]:
-            raise protocol.ProtocolError("no greeting of this protocol")
         if magic != protocol.MAGIC:
-            raise protocol.ProtocolError(protocol.version_error(protocol.VERSION, magic[-1]))
+            raise protocol.ProtocolError(
+                f"this owner speaks version {protocol.MAGIC[-1]} of the protocol, the client "
+                "does not: run the same version of qkit in both processes"
+            )
         self._sessions[self._session] = self
         hello = {
             "session": self._session,

@@ -89,7 +89,6 @@ class SocketServer:
         self._commands = Commands(engine)
         self._connections: set[ServerConnection] = set()
         self._sessions: dict[int, ClientSession] = {}
-        self._refusals: set[str] = set()
         self._server: asyncio.Server | None = None
         self._inode = 0
         self._listening = False
@@ -146,7 +145,6 @@ class SocketServer:
             transport,
             write_buffer,
             sessions=self._sessions,
-            refusals=self._refusals,
             max_frame=self._max_frame,
         )
 
