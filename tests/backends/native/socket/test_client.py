@@ -111,9 +111,16 @@ async def test_a_message_beyond_the_owner_s_limit_is_refused_here(owner: Any) ->
     await owner.server.start()
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
+    large = Envelope("a", bytes(10_000))
     with pytest.raises(PayloadTooLarge):
-        await client.publish("q", [Envelope("a", bytes(10_000))])
+        await client.publish("q", [large])
     await client.publish("q", [Envelope("b", bytes(5_000)), Envelope("c", bytes(5_000))])
+    with pytest.raises(PartialSend) as caught:  # the messages of other senders beside it are sent
+        await client.publish("q", [Envelope("d", b""), large, Envelope("e", b"")])
+    first, refused, last = caught.value.results
+    assert (first, last) == (Sent("d", 2), Sent("e", 3))
+    assert isinstance(refused, PayloadTooLarge)
+    assert (refused.queue, refused.message_id) == ("q", "a")
 
 
 async def test_cancelled_receives_lose_nothing(owner: Any) -> None:

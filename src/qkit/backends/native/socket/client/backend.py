@@ -103,25 +103,27 @@ class SocketBackend:
         if connection is None:
             self._refuse("publish", queue)
         limit = int(connection.hello["max_frame"]) - FRAME_OVERHEAD_BYTES
-        encoded = _encode(queue, envelopes, limit)
+        encoded, refused = _encode(queue, envelopes, limit)
         if connection.write_buffer.paused:
             await connection.write_buffer.drained()
         requests = [
             (len(frame), connection.begin(protocol.PUBLISH, protocol.encode_publish(queue, frame)))
             for frame in protocol.split(encoded, min(FRAME_BYTES, limit))
         ]
-        results: list[Sent | QueueError] = []
+        outcomes: list[int | QueueError | None] = []  # positions and errors
         for count, (_, answer) in requests:
             try:
-                positions = protocol.decode_positions(await answer)
+                outcomes += protocol.decode_positions(await answer)
             except PartialSend as error:
-                results += error.results
+                outcomes += [r if isinstance(r, QueueError) else r.position for r in error.results]
             except QueueError as error:
-                error.located(operation="publish", queue=queue)
-                results += [error] * count
-            else:
-                part = envelopes[len(results) : len(results) + count]
-                results += [Sent(item.id, at) for item, at in zip(part, positions, strict=True)]
+                outcomes += [error.located(operation="publish", queue=queue)] * count
+        for place, refusal in refused.items():  # in ascending order
+            outcomes.insert(place, refusal)
+        results = [
+            outcome if isinstance(outcome, QueueError) else Sent(item.id, outcome)
+            for item, outcome in zip(envelopes, outcomes, strict=True)
+        ]
         if any(isinstance(item, QueueError) for item in results):
             raise PartialSend.of(results, backend=self.name, queue=queue)
         return cast("list[Sent]", results)
@@ -265,19 +267,23 @@ class SocketBackend:
             subscription.lost(error)
 
 
-def _encode(queue: str, envelopes: Sequence[Envelope], limit: int) -> list[bytes]:
-    """Encode the messages; raise ``PayloadTooLarge`` for one of more than ``limit`` bytes."""
-    encoded = [protocol.encode_envelope(item) for item in envelopes]
-    for item, data in zip(envelopes, encoded, strict=True):
-        if len(data) > limit:
-            raise PayloadTooLarge(
-                f"a message of {len(data)} bytes: the owner takes {limit}",
-                backend="native",
-                operation="publish",
-                queue=queue,
-                message_id=item.id,
-            )
-    return encoded
+def _encode(
+    queue: str, envelopes: Sequence[Envelope], limit: int
+) -> tuple[list[bytes], dict[int, QueueError]]:
+    """The messages as bytes, and by their places the errors of those that cannot be sent."""
+    encoded: list[bytes] = []
+    refused: dict[int, QueueError] = {}
+    for place, item in enumerate(envelopes):
+        try:
+            data = protocol.encode_envelope(item)
+            if len(data) > limit:
+                raise PayloadTooLarge(f"a message of {len(data)} bytes: the owner takes {limit}")
+        except QueueError as error:
+            error.located(backend="native", operation="publish", queue=queue, message_id=item.id)
+            refused[place] = error
+        else:
+            encoded.append(data)
+    return encoded, refused
 
 
 def _capabilities(said: dict[str, str]) -> Capabilities:
