@@ -19,6 +19,7 @@ from benchmarks._service import (
     by_turns,
     concurrently,
     consuming,
+    dead_lettering_expired,
     latencies,
     one_by_one,
     order_bytes,
@@ -26,6 +27,7 @@ from benchmarks._service import (
     unique,
 )
 from qkit import Settings
+from qkit.backends.rabbitmq.backend import RabbitMQBackend
 
 __all__ = ["SUITES"]
 
@@ -136,6 +138,14 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     }
 
 
+async def _expired(scale: Scale) -> Mapping[str, float]:
+    """A group of a topic: from another quorum queue the broker removes what expired itself."""
+    backend = RabbitMQBackend(address("rabbitmq"), quorum=True)
+    name, count = unique("expired"), scale.of(10_000, 200)
+    rate = await dead_lettering_expired(_settings(), backend, name, count, broadcast=True)
+    return {"rabbitmq.expired_rate": rate}
+
+
 async def _way(scale: Scale) -> Mapping[str, float]:
     name, trip = unique("latency"), Trip()
     async with await aio_pika.connect(address("rabbitmq")) as connection:
@@ -176,6 +186,18 @@ SUITES = (
             Figure("rabbitmq.consume_rate", "RabbitMQ: consume", None, "/s"),
         ),
         _consume,
+    ),
+    Suite(
+        "rabbitmq.expired",
+        (
+            Figure(
+                "rabbitmq.expired_rate",
+                "RabbitMQ, quorum: expired ahead of a live message, concurrency=1",
+                None,
+                "/s",
+            ),
+        ),
+        _expired,
     ),
     Suite(
         "rabbitmq.latency",

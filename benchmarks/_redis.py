@@ -20,6 +20,7 @@ from benchmarks._service import (
     by_turns,
     concurrently,
     consuming,
+    dead_lettering_expired,
     latencies,
     one_by_one,
     order_bytes,
@@ -28,6 +29,7 @@ from benchmarks._service import (
     unique,
 )
 from qkit import Settings, consume
+from qkit.backends.redis.list_backend import RedisListBackend
 
 __all__ = ["SUITES"]
 
@@ -164,6 +166,12 @@ async def _consume(scale: Scale) -> Mapping[str, float]:
     }
 
 
+async def _expired(scale: Scale) -> Mapping[str, float]:
+    backend = RedisListBackend(address("redis"))
+    name, count = unique("expired"), scale.of(10_000, 200)
+    return {"redis.expired_rate": await dead_lettering_expired(_settings(), backend, name, count)}
+
+
 async def _way(scale: Scale) -> Mapping[str, float]:
     name, trip = unique("latency"), Trip()
     async with _client() as raw:
@@ -261,6 +269,18 @@ SUITES = (
             Figure("redis.consume_rate", "Redis list: consume", None, "/s"),
         ),
         _consume,
+    ),
+    Suite(
+        "redis.expired",
+        (
+            Figure(
+                "redis.expired_rate",
+                "Redis list: expired ahead of a live message, concurrency=1",
+                None,
+                "/s",
+            ),
+        ),
+        _expired,
     ),
     Suite(
         "redis.latency",

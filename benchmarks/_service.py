@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 
 from benchmarks._in_memory import Order
 from benchmarks._measure import Missing
-from qkit import QueueService, Settings, consume
+from qkit import Backend, Envelope, QueueService, Settings, consume
+from qkit._internal.ids import new_id
 
 __all__ = [
     "IN_FLIGHT",
@@ -25,6 +26,7 @@ __all__ = [
     "concurrently",
     "consuming",
     "consuming_batches",
+    "dead_lettering_expired",
     "latencies",
     "one_by_one",
     "order_bytes",
@@ -166,6 +168,49 @@ async def consuming_batches(settings: Settings, name: str, count: int, size: int
     async with service_of(settings, handle) as service:
         rate = await countdown.rate()
         await service.delete(name)
+    return rate
+
+
+async def dead_lettering_expired(
+    settings: Settings, backend: Backend, name: str, count: int, *, broadcast: bool = False
+) -> float:
+    """Expired messages a second ahead of a live one, with one handler at a time.
+
+    Each becomes a dead letter; the handler gets the message behind them.
+
+    Args:
+        settings: Settings of the service.
+        backend: Its backend, not started.
+        name: Name of the channel.
+        count: Number of expired messages.
+        broadcast: Use a topic instead of a queue.
+    """
+    done = asyncio.Event()
+
+    @consume(name, concurrency=1, prefetch=PREFETCH, broadcast=broadcast)
+    async def handle(order: Order) -> None:
+        done.set()
+
+    service = QueueService(settings, backend=backend)
+    service.register(handle)
+    async with service:
+        service.pause(name)
+        past, body = time.time() - 60, order_bytes()
+        for start in range(0, count, 500):
+            some = [
+                Envelope(new_id(), body, expires_at=past) for _ in range(min(500, count - start))
+            ]
+            await backend.publish(name, some)
+        await backend.publish(name, [Envelope(new_id(), body)])
+        started = time.perf_counter()
+        service.resume(name)
+        async with asyncio.timeout(300):
+            await done.wait()
+        rate = count / (time.perf_counter() - started)
+        found = len(await service.dead_letters(name).list(count + 1))
+        assert found == count, f"{found} dead letters instead of {count}"
+        await service.delete(name)
+        await service.dead_letters(name).purge()
     return rate
 
 

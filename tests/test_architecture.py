@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-SRC = Path(__file__).parent.parent / "src" / "qkit"
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "qkit"
 
 # The modules and packages at the top level, from the bottom up. Those of one line are independent
 # of each other, except where PAIRS allows it.
@@ -22,6 +24,7 @@ LAYERS = [
     ["settings", "codec"],
     ["native", "observability"],
     ["backends", "handlers"],
+    ["wiring"],
     ["sending"],
     ["consuming"],
     ["admin"],
@@ -36,7 +39,7 @@ PAIRS = {frozenset({"errors", "_internal"})}
 
 # Below the boundary, and the policies above it. Neither imports the other.
 BELOW = {"native", "backends"}
-POLICIES = {"observability", "handlers", "sending", "consuming", "admin"}
+POLICIES = {"observability", "handlers", "wiring", "sending", "consuming", "admin"}
 
 # The same for modules inside two packages.
 NATIVE = [
@@ -68,6 +71,7 @@ OWNERS = {
 MAX_MODULES = 9  # beside packages in src/qkit
 MAX_FUNCTION_LINES = 60
 MIN_COPIED_STATEMENTS = 8
+NAME = re.compile(r"`([\w./]+)`")
 
 
 def name_of(path: Path) -> str:
@@ -204,6 +208,36 @@ def test_each_package_says_what_it_is_for() -> None:
             assert ast.get_docstring(ast.parse(path.read_text())), f"{module} has no docstring"
 
 
+def exists(path: str) -> bool:
+    """Tell whether a path, with or without suffix, is in the repository, qkit or a backend."""
+    bases = [ROOT, SRC, SRC / "backends", *(SRC / "backends").iterdir()]
+    return any(any(base.glob(path + tail)) for base in bases for tail in ("", ".*"))
+
+
+def test_the_architecture_page_names_files_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    paths = set(re.findall(r"\w+(?:/[\w.*-]+)+|\w+\.py\b", text))
+    for row in re.findall(r"^\|([^|]*)\|", text, re.MULTILINE):
+        paths |= set(NAME.findall(row))
+    assert len(paths) > 50
+    assert [path for path in sorted(paths) if not exists(path.strip("/"))] == []
+
+
+def test_package_docstrings_name_modules_that_exist() -> None:
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            continue
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        allowed = re.search(r"^May import: (.*?)(?:\n\n|\Z)", text, re.DOTALL | re.MULTILINE)
+        names = set(NAME.findall(allowed[1].replace("``", "`"))) if allowed else set()
+        for name in names | set(re.findall(r"\w+\.py\b", text)):
+            stem = name.removeprefix("qkit.").removesuffix(".py")
+            full = {f"qkit.{stem}", f"{module}.{stem}"}
+            assert full & set(MODULES), (
+                f"{module}: its docstring names {name}, which does not exist"
+            )
+
+
 @every_module
 def test_nothing_can_load_code_from_a_message(module: str) -> None:
     assert not {name.split(".")[0] for name in imports(module)} & {
@@ -223,7 +257,7 @@ def test_nothing_can_load_code_from_a_message(module: str) -> None:
 def test_tests_mirror_the_packages() -> None:
     """A directory of tests has the path of its package; those about the whole project have none."""
     whole = {"brokers", "data", "examples", "reliability", "support", "typing", "upgrade"}
-    tests = SRC.parent.parent / "tests"
+    tests = ROOT / "tests"
     for path in sorted(tests.rglob("test_*.py")):
         package = path.relative_to(tests).parent
         if package.parts and package.parts[0] not in whole:

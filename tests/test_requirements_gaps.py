@@ -27,7 +27,7 @@ async def engine(clock: VirtualClock) -> AsyncIterator[Engine]:
 async def test_a_message_that_fails_five_times_is_moved_to_the_dead_letter_queue(
     engine: Engine, clock: VirtualClock
 ) -> None:
-    """Seed 001's rule is ``max_retries=4``: five deliveries in all."""
+    """``max_retries=4`` means five deliveries in all."""
     await engine.create("tasks", max_retries=4, ack_deadline=1)
     await engine.publish("tasks", b"poison")
     for retries in range(5):
@@ -56,7 +56,7 @@ async def test_a_lease_lasts_thirty_seconds_unless_told(
 
 
 @pytest.mark.proves("000-config-2", "000-config-4", "000-config-6")
-def test_the_engine_has_the_defaults_of_its_seed() -> None:
+def test_the_engine_has_its_documented_defaults() -> None:
     config = QueueConfig()
     assert (config.ack_deadline, config.max_depth, config.max_priority) == (30.0, 100_000, 9)
     assert config.dead_letter_max_depth == 10_000

@@ -604,7 +604,7 @@ async def test_a_queue_deleted_by_somebody_else_is_declared_anew(
 ) -> None:
     async with make(virtual_clock) as service:
         await service.send("orders", 1)
-        await backend_of(service).delete("orders")
+        await backend_of(service).native.delete("orders")
         await service.send("orders", 2)
         assert [message.body for message in await service.peek("orders")] == [b"2"]
 
@@ -814,7 +814,7 @@ async def test_what_was_fetched_and_not_begun_goes_back_at_once_uncharged(
     await virtual_clock.advance(1)
     shutdown = asyncio.create_task(service.shutdown())
     await virtual_clock.advance(1)
-    left = await backend.peek("orders", 10)
+    left = await backend.native.peek("orders", 10)
     assert [(item.body, item.attempt) for item in left] == [(b"5", 0), (b"6", 0), (b"7", 0)]
     assert backend.count("give back") == 3
     await shutdown
@@ -840,7 +840,7 @@ async def test_the_deadline_cancels_and_gives_back_uncharged(
     assert clerk.cancelled == []
     await virtual_clock.advance(0.2)
     assert backend.count("aclose") == 1
-    left = [item.attempt for item in await backend.peek("orders", 10)]
+    left = [item.attempt for item in await backend.native.peek("orders", 10)]
     gate.set()
     await shutdown
     assert sorted(clerk.cancelled) == [0, 1, 2]
@@ -1138,7 +1138,7 @@ async def test_a_lost_subscription_is_unhealthy_until_it_is_back(
 async def test_a_dead_consumer_is_unhealthy(virtual_clock: VirtualClock) -> None:
     service = make(virtual_clock, Clerk())
     async with service:
-        (task,) = service._consumers._tasks.values()
+        (task,) = service._runtime.consumers._tasks.values()
         task.cancel()
         await settle()
         assert service.connection_state == "connected"
@@ -1259,7 +1259,10 @@ async def test_queues_are_listed_without_the_prefix_and_without_those_of_others(
         assert await service.purge("orders") == 1
         await service.delete("orders")
         assert await service.queues() == ["orders_dlq"]
-        assert await backend_of(service).queues() == ["production.orders", "staging.orders_dlq"]
+        assert await backend_of(service).native.queues() == [
+            "production.orders",
+            "staging.orders_dlq",
+        ]
 
 
 async def test_stats_tell_depth_scheduled_and_in_flight(virtual_clock: VirtualClock) -> None:

@@ -120,8 +120,9 @@ class QueueSpec:
         max_priority: Highest priority that a send may have.
         max_depth: Messages that the queue holds before a send raises ``QueueFull``.
         drop_oldest: A dead-letter queue: when it is full, the oldest message is dropped.
-        max_deliveries: Limit that the backend applies when a lease expires. Failures of handlers
-            are counted above the boundary.
+        max_deliveries: Limit that a ``DeadLetterSource`` applies when a lease expires. Other
+            backends ignore it: the service refuses what was delivered too often. Failures of
+            handlers are counted above the boundary.
         ack_deadline: Lease in seconds.
         balance: Which of several waiting consumers gets a message. Other than ``round_robin`` it
             reaches only a backend that chooses among its waiting consumers itself.

@@ -263,7 +263,7 @@ async def test_what_a_full_queue_did_not_take_stays_a_dead_letter(
         await failed_orders(service, clerk, virtual_clock)
         service.pause("orders")
         backend = backend_of(service)
-        await backend.delete("orders")
+        await backend.native.delete("orders")
         await backend.declare(QueueSpec(name="orders", max_depth=4))
         letters = service.dead_letters("orders")
         with pytest.raises(PartialSend):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import Any
 
 import aiormq
 import pytest
 from pamqp.commands import Basic
-from redis.asyncio import Redis
 
 from qkit import QueueService, Settings, consume
 from qkit.backends.kafka import driver
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
-from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.errors import QueueError
 from qkit.observability import settlement_failures
 from tests.support.rabbitmq import bare_channel
@@ -72,23 +69,6 @@ async def test_an_expired_message_on_rabbitmq_whose_dead_letter_is_refused(
 
 async def _publish(raw: aiormq.Channel, queue: str, headers: dict[str, Any]) -> None:
     await raw.basic_publish(b"7", routing_key=queue, properties=Basic.Properties(headers=headers))
-
-
-async def test_an_expired_message_on_redis_whose_dead_letter_is_refused(
-    redis_url: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    got: list[int] = []
-    service = service_of(name, got, type="redis", mode="list", url=redis_url, ack_deadline=1.0)
-    async with service, Redis.from_url(redis_url) as raw:
-        with monkeypatch.context() as patch:
-            patch.setattr(RedisListBackend, "publish", refuse)
-            await raw.rpush(name, b"qk1 a - 0 1 0 -\n\n7")
-            await becomes_unhealthy(service, "no room for letters")
-            for _ in range(20):  # also while a new subscription looks well
-                await asyncio.sleep(0.05)
-                assert not service.ready
-        await eventually(lambda: service.ready)
-        assert len(await service.dead_letters(name).list()) == 1
 
 
 async def test_acknowledgements_that_kafka_does_not_commit(

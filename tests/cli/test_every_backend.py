@@ -51,6 +51,23 @@ def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
     assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []
 
 
+def test_consume_dead_letters_what_has_expired(broker: dict[str, str]) -> None:
+    runner = CliRunner()
+    name = f"orders-{uuid.uuid4().hex[:8]}"
+
+    def qkit(*words: str) -> Result:
+        result = runner.invoke(app, list(words), env=broker)
+        assert result.exit_code == 0, result.output
+        return result
+
+    qkit("send", name, "1", "--ttl", "0.01")
+    qkit("send", name, "2")
+    shown = qkit("consume", name, "--ack", "--limit", "1", "--timeout", "20", "--json")
+    assert json.loads(json.loads(shown.stdout)["body"]["content"]) == 2
+    letters = json.loads(qkit("dlq", "list", name, "--json").stdout)
+    assert [letter["reason"] for letter in letters] == ["TTLExpired"]
+
+
 @pytest.mark.broker
 def test_sending_to_redis_needs_a_mode_and_reports_what_no_subscriber_received(
     redis_url: str,

@@ -671,9 +671,42 @@ async def test_a_message_delivered_too_often_is_buried_without_another_try(clock
         (letter,) = backend.queues["orders_dlq"]
     assert letter.id == "killer"
     assert letter.headers["qkit-dead-reason"] == "MaxRetriesExceeded"
-    assert "earlier ones were never settled" in letter.headers["qkit-dead-error"]
+    assert "was never settled" in letter.headers["qkit-dead-error"]
     assert letter.headers["qkit-dead-attempts"] == "3"
+    assert letter.headers["qkit-dead-error-type"] == "LeaseExpired"
     assert calls == [{}]
+
+
+async def test_expired_messages_do_not_hold_up_those_behind_them(clock):
+    calls = Calls()
+    backend = ScriptedBackend()
+    handler = consume("orders", concurrency=1)(calls)
+    stuck = asyncio.Event()
+    backend.script("publish", *[stuck] * 5)
+    async with make_service(handler, clock=clock, backend=backend, prefetch=10):
+        gone = [Envelope(f"gone{n}", b"{}", expires_at=clock.time()) for n in range(5)]
+        backend.put("orders", *gone, Envelope("live", b"{}"))
+        await clock.advance(1)
+        assert calls == [{}], "although no dead letter is written yet"
+        assert "orders_dlq" not in backend.queues or not backend.queues["orders_dlq"]
+        stuck.set()
+        await clock.advance(1)
+        assert sorted(item.id for item in backend.queues["orders_dlq"]) == [e.id for e in gone]
+        assert len(backend.of("ack")) == 6
+
+
+async def test_a_stop_waits_for_the_dead_letters_of_expired_messages(clock):
+    backend = ScriptedBackend()
+    backend.script("publish", 2.0)
+    service = make_service(consume("orders")(Calls()), clock=clock, backend=backend)
+    async with service:
+        backend.put("orders", Envelope("gone", b"{}", expires_at=clock.time()))
+        await clock.advance(1)
+        stopping = asyncio.create_task(service.shutdown())
+        await clock.advance(5)
+        await stopping
+    assert [item.id for item in backend.queues["orders_dlq"]] == ["gone"]
+    assert backend.of("ack") == [("ack", "gone")]
 
 
 # -- batches -----------------------------------------------------------------------------------

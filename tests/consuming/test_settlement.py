@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from qkit import Channel, Reject, RetrySettings, consume
-from qkit.backend import Delivery
+from qkit import Channel, Reject, RetrySettings, Settings, consume
+from qkit.backend import Delivery, SubscriptionSpec
 from qkit.consuming.job import Job
 from qkit.consuming.outcome import Abandon, Dead, Done, Pause, RetryLater
 from qkit.consuming.settlement import Settlement
@@ -22,9 +22,8 @@ from qkit.errors import (
     SubscriptionLost,
 )
 from qkit.message import DeadLetter, Envelope, Reason
-from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
-from qkit.observability.metrics import ChannelCounters
+from qkit.wiring import Wiring
 from tests.support.backends import ScriptedBackend
 from tests.support.services import failures, make_service, only_letter
 
@@ -37,26 +36,19 @@ class Bench:
         self.order: list[object] = []
         self.letters: list[DeadLetter] = []
         self.fails: dict[str, BaseException | float] = {}
-        self.counters = ChannelCounters()
         self.events: list[object] = []
         listeners = Events()
         listeners.on("retry", self.events.append)
         listeners.on("dead_letter", self.events.append)
-        self.connection = ConnectionTracker(listeners, clock, "scripted")
-        self.settlement = Settlement(
-            channel="orders",
-            group="billing",
-            consumer="host-1-billing",
-            broadcast=broadcast,
-            write=self.write if letters else None,
-            ordered=ordered,
-            can_delay=True,
-            timeout=10.0,
-            counters=self.counters,
-            events=listeners,
-            connection=self.connection,
-            clock=clock,
+        settings = Settings(type="native", send_timeout=10.0)
+        wiring = Wiring.build(ScriptedBackend(), settings, clock, events=listeners)
+        route = wiring.routes.resolve(Channel("orders", ordered=ordered, broadcast=broadcast))
+        spec = SubscriptionSpec(
+            queue="orders", group="billing", consumer="host-1-billing", prefetch=1
         )
+        self.counters = route.counters
+        self.connection = wiring.connection
+        self.settlement = Settlement(wiring, route, spec, self.write if letters else None)
 
     async def _step(self, what: str, *facts: object) -> None:
         failure = self.fails.get(what)

@@ -368,7 +368,7 @@ class TestParkedConsumers:
     @pytest.mark.proves("004-actors-7")
     @pytest.mark.parametrize("others", [0, 1])
     async def test_cancelled_with_the_wake_up_in_flight(self, engine: Engine, others: int) -> None:
-        """RELIABILITY row 10: fifty times, nothing is lost and nobody sleeps on a message."""
+        """Fifty times: no message is lost, and no consumer waits while a message is ready."""
         await engine.create("tasks")
         for n in range(50):
             victim = asyncio.create_task(engine.consume("tasks", timeout=None))

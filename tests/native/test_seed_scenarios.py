@@ -1,4 +1,4 @@
-"""Seed 000's eight test scenarios under their names, and its metrics field by field.
+"""Eight scenarios that the requirements name (``000-scenarios-*``), and every metric of a queue.
 
 Each on an engine in memory and on a durable one, in virtual time.
 """
@@ -272,7 +272,7 @@ async def test_queue_full_behavior(either: Engine) -> None:
     "000-metrics-10",
 )
 async def test_metrics(either: Engine, clock: VirtualClock) -> None:
-    """Every figure of the seed's example, on a queue where each is different."""
+    """Every figure, on a queue where each is different."""
     await either.create("tasks", ack_deadline=600)
     for consumer in "abcde":
         await either.register("tasks", consumer, 20)

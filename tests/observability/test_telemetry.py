@@ -165,9 +165,10 @@ async def test_a_message_without_a_trace_begins_one(
 
     running = service(handle, clock=virtual_clock)
     async with running:
-        running._telemetry._tracer, tracer = None, running._telemetry._tracer
+        telemetry = running._runtime.wiring.telemetry
+        telemetry._tracer, tracer = None, telemetry._tracer
         await running.send("orders", 1)
-        running._telemetry._tracer = tracer
+        telemetry._tracer = tracer
         await done.wait()
         await virtual_clock.advance(0)
     (consumer,) = named(exporter, "process orders")

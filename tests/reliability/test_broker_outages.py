@@ -1,4 +1,4 @@
-"""The broker stops, or is killed and comes back: nothing confirmed is lost (row 15)."""
+"""The broker stops, or is killed and restarted, under load: no confirmed message is lost."""
 
 from __future__ import annotations
 

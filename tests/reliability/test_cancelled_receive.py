@@ -1,4 +1,4 @@
-"""A ``receive`` that is cancelled while its answer is on the way loses nothing (row 10)."""
+"""A ``receive`` that is cancelled while its answer is on the way loses nothing."""
 
 from __future__ import annotations
 

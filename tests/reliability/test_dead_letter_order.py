@@ -1,4 +1,4 @@
-"""Whatever fails for good is in the dead letters before it is acknowledged (row 14)."""
+"""A message that fails for good is in the dead letters before it is acknowledged."""
 
 from __future__ import annotations
 

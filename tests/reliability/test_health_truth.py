@@ -1,4 +1,4 @@
-"""Health is true: whatever keeps a service from its work, it is not ready within 5 s (row 17)."""
+"""Health is true: whatever keeps a service from its work, it is not ready within 5 s."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network does to a connection: consumers come back (row 12), sends tell the truth (13)."""
+"""Network faults: consumers reconnect within 10 s, and every send is told its true outcome."""
 
 from __future__ import annotations
 

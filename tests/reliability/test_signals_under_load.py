@@ -1,4 +1,4 @@
-"""SIGTERM under load drains: nothing is lost or done twice. A second one forces (row 16)."""
+"""SIGTERM under load drains: nothing is lost or done twice. A second one forces."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ async def send(backend: FaultyBackend, clock: VirtualClock, body: Any = 1, **opt
         sent = await service.send("orders", body, **options)
         (message,) = await service.peek("orders")
         assert message.id == sent.message_id
-        return message, sent, (await backend.peek("orders", 1))[0]
+        return message, sent, (await backend.native.peek("orders", 1))[0]
 
 
 @pytest.mark.parametrize("priority", [0, 5, 9])
@@ -121,7 +121,7 @@ async def test_the_channels_ttl_holds_unless_the_send_says_otherwise(
         await service.send(orders, 2, ttl=5)
         with pytest.raises(ValueError, match="delay=30 is not less than ttl=30"):
             await service.send(orders, 3, delay=30)
-        expiries = [envelope.expires_at for envelope in await backend.peek("orders", 9)]
+        expiries = [envelope.expires_at for envelope in await backend.native.peek("orders", 9)]
     assert expiries == [EPOCH + 30, EPOCH + 5]
 
 

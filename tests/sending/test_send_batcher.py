@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from qkit import Settings
 from qkit._internal.ids import new_id
 from qkit._internal.retry import Backoff
 from qkit.backend import QueueSpec
@@ -25,12 +26,12 @@ from qkit.errors import (
     SendTimeout,
 )
 from qkit.message import Envelope, Sent
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
-from qkit.observability.events import Events
+from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import BreakerState, CircuitBreaker
 from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.send_batcher import MAX_BATCH_MESSAGES, SendBatcher
 from qkit.testing.clock import VirtualClock
+from qkit.wiring import Wiring
 from tests.support.faulty import BLACK_HOLE, FaultyBackend
 
 TIMEOUT = 10.0
@@ -42,12 +43,12 @@ class Way:
     def __init__(self, clock: VirtualClock, backend: FaultyBackend) -> None:
         self.clock = clock
         self.backend = backend
-        self.connection = ConnectionTracker(Events(), clock, backend.name)
+        settings = Settings(type="native", send_timeout=TIMEOUT)
+        wiring = Wiring.build(backend, settings, clock)
+        self.connection = wiring.connection
         self.connection.transition_to(ConnectionState.CONNECTED)
-        self.breaker = CircuitBreaker(failure_threshold=5, recovery_timeout=30.0, clock=clock)
-        self.guarded = GuardedBackend(
-            backend, breaker=self.breaker, connection=self.connection, timeout=TIMEOUT
-        )
+        self.guarded = GuardedBackend(wiring)
+        self.breaker = self.guarded.breaker
         backoff = Backoff(initial=0.05, maximum=2.0)
         self.orders = SendBatcher(self.guarded, "orders", backoff)
         self.audit = SendBatcher(self.guarded, "audit", backoff)
@@ -65,11 +66,11 @@ class Way:
         await self.orders.close()
 
     async def limit(self, depth: int) -> None:
-        await self.backend.delete("orders")
+        await self.backend.native.delete("orders")
         await self.backend.declare(QueueSpec(name="orders", max_depth=depth))
 
     async def depth(self) -> int:
-        return (await self.backend.stats("orders")).depth
+        return (await self.backend.native.stats("orders")).depth
 
 
 def envelope() -> Envelope:
@@ -596,7 +597,7 @@ async def test_a_sender_that_gave_up_is_not_told_of_the_groups_failure(way: Way)
     await settle()
     second.cancel()
     await settle()
-    await way.backend.delete("orders")  # so that the group's publish fails
+    await way.backend.native.delete("orders")  # so that the group's publish fails
     gates[1].set()
     results = await asyncio.gather(second, third, return_exceptions=True)
     assert [type(result) for result in results] == [asyncio.CancelledError, QueueNotFound]

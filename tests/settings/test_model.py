@@ -58,7 +58,7 @@ def make(**values: Any) -> Settings:
     "003-compat-2",
     "003-compat-4",
 )
-def test_the_defaults_are_those_of_the_design() -> None:
+def test_the_defaults_are_the_documented_ones() -> None:
     settings = Settings()
     assert settings.type == "native"
     assert settings.retry == RetrySettings(

@@ -59,11 +59,15 @@ def submit(job: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_every_job_tells_how_it_is_used(job: str) -> None:
-    done = run([sys.executable, f"spark/{job}.py", "--help"])
-    assert done.returncode == 0, done.stderr
-    assert f"spark-submit spark/{job}.py" in done.stdout
+def test_every_job_tells_how_it_is_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "spark")  # as spark-submit does
+    for job in JOBS:
+        with pytest.raises(SystemExit) as exited:
+            import_module(f"spark.{job}").main(["--help"])
+        assert exited.value.code == 0
+        assert f"spark-submit spark/{job}.py" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -75,11 +79,18 @@ def test_every_job_tells_how_it_is_used(job: str) -> None:
         (["--rate", "0"], "above 0"),
     ],
 )
-def test_what_is_wrong_is_said_before_spark_starts(arguments: list[str], words: str) -> None:
-    done = run([sys.executable, "spark/replay.py", "--channel", "orders", *arguments])
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_is_wrong_is_said_before_spark_starts(
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    replay = import_module("spark.replay")
+    monkeypatch.setattr(replay, "session", lambda name: pytest.fail("Spark was started"))
+    with pytest.raises(SystemExit) as exited:
+        replay.main(["--channel", "orders", *arguments])
+    assert exited.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_what_fails_in_spark_is_said_without_a_trace(tmp_path: Path) -> None:
@@ -137,7 +148,31 @@ def test_replay_keeps_its_rate(tmp_path: Path) -> None:
         assert service.stats("orders").depth == 5
 
 
+Submit = Callable[..., str]
+
+
+@pytest.fixture(params=["main", pytest.param("spark-submit", marks=pytest.mark.full)])
+def submitted(
+    request: pytest.FixtureRequest,
+    spark: SparkSession,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Submit:
+    """Run a job with arguments and return what it prints: in this Spark, or by its own."""
+    if request.param == "spark-submit":
+        return submit
+
+    def call(job: str, *arguments: str) -> str:
+        module = import_module(f"spark.{job}")
+        monkeypatch.setattr(module, "session", lambda name: nullcontext(spark))
+        module.main(list(arguments))
+        return capsys.readouterr().out
+
+    return call
+
+
 def test_files_are_published_archived_reported_and_replayed(
+    submitted: Submit,
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -148,7 +183,7 @@ def test_files_are_published_archived_reported_and_replayed(
         {"id": list(range(100)), "total": [-1.0 if n % 10 == 3 else float(n) for n in range(100)]}
     )
     pyarrow.parquet.write_table(orders, tmp_path / "orders.parquet")
-    said = submit(
+    said = submitted(
         "publish_files",
         str(tmp_path / "orders.parquet"),
         *data,
@@ -158,21 +193,23 @@ def test_files_are_published_archived_reported_and_replayed(
     assert "90 messages to orders, 10 dead letters" in said
     page, counts = tmp_path / "report.html", tmp_path / "report.json"
     archive = tmp_path / "archive"
-    said = submit(  # no engine has opened the directory yet
+    said = submitted(  # no engine has opened the directory yet
         "archive",
         *data,
         *["--output", str(archive), "--checkpoint", str(tmp_path / "checkpoint")],
         *["--by", "hour", "--once"],
     )
     assert "90 messages of orders archived" in said
-    said = submit("dead_letter_report", *data, "--output", str(page), "--json", str(counts))
+    said = submitted("dead_letter_report", *data, "--output", str(page), "--json", str(counts))
     assert "10 dead letters of orders" in said
     told = json.loads(counts.read_text())
     assert (told["total"], told["reasons"]) == (10, {"Undecodable": 10})
     assert "Undecodable" in page.read_text()
-    said = submit("replay", *data, "--where", "string(value) like '%\"id\":3,%'", "--rate", "1000")
+    said = submitted(
+        "replay", *data, "--where", "string(value) like '%\"id\":3,%'", "--rate", "1000"
+    )
     assert "1 dead letters of orders replayed" in said
-    submit(
+    submitted(
         "archive",
         *data,
         *["--output", str(archive), "--checkpoint", str(tmp_path / "checkpoint")],
@@ -225,6 +262,7 @@ def test_the_pipeline_checks_its_own_totals(tmp_path: Path) -> None:
     assert "<h1>events</h1>" in (directory / "report.html").read_text()
 
 
+@pytest.mark.full  # a master and its workers, each a JVM
 def test_executors_may_be_processes_of_their_own_and_a_worker_be_killed(
     redis_list: Callable[[str], dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -149,8 +149,13 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
 
 
 @pytest.mark.parametrize(
-    "where",  # RabbitMQ is staged as Redis is
-    ["native", "redis", pytest.param("rabbitmq", marks=pytest.mark.full), "kafka"],
+    "where",  # each starts two JVMs
+    [
+        "native",
+        pytest.param("redis", marks=pytest.mark.full),
+        pytest.param("rabbitmq", marks=pytest.mark.full),
+        pytest.param("kafka", marks=pytest.mark.full),
+    ],
 )
 def test_a_killed_driver_loses_nothing(
     where: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -1,4 +1,4 @@
-"""A task that sends to a queue that is full: it waits as long as consumers take from it."""
+"""``TaskSender``: declares, sends, and waits for a full queue as long as consumers take."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def test_a_queue_that_stays_full_is_an_error(tmp_path: Path) -> None:
             sender.send(sender.route("orders"), envelopes(5))
     finally:
         sender.close()
+
+
+async def test_opening_declares_the_channel_and_consumes_nothing(tmp_path: Path) -> None:
+    settings = Settings(type="native", path=tmp_path)
+    async with QueueService(settings) as service:
+        await service.send("audit", 1)
+        sender = TaskSender(settings)
+        sender.route("orders")
+        sender.route("audit")
+        await asyncio.to_thread(sender.open)
+        await asyncio.to_thread(sender.close)
+        assert "orders" in await service.queues()
+        assert (await service.stats("audit")).depth == 1
 
 
 async def test_what_was_refused_is_sent_again_when_there_is_room(tmp_path: Path) -> None:

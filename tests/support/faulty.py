@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from qkit._internal.clock import Clock
-from qkit.backend import Capabilities, Delivery, QueueSpec, QueueStats, SubscriptionSpec
+from qkit.backend import Capabilities, Delivery, QueueSpec, Subscription, SubscriptionSpec
 from qkit.backends.native.backend import NativeBackend
-from qkit.backends.native.subscription import NativeSubscription
+from qkit.conformance import FaultInjectingBackend
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["BLACK_HOLE", "FaultyBackend"]
@@ -25,12 +24,12 @@ BLACK_HOLE: Final = _BlackHole()
 Fault = BaseException | asyncio.Event | _BlackHole | Callable[[], None] | None
 
 
-class FaultyBackend:
+class FaultyBackend(FaultInjectingBackend):
     """``NativeBackend`` whose calls meet what was scripted for them.
 
     ``calls`` has every call in the order in which it began: ``("publish", "orders")``, and
     ``published`` the ids of each publish that went through. It may be started again after
-    ``aclose``, with empty queues.
+    ``aclose``, with empty queues. ``native`` is the backend behind the faults.
     """
 
     def __init__(
@@ -41,18 +40,23 @@ class FaultyBackend:
         capabilities: Capabilities | None = None,
         max_depth: int = 100_000,
     ) -> None:
+        self._clock = clock
+        self._max_depth = max_depth
+        self.native = self._new()
+        super().__init__(self.native)
         self.name = name
+        if capabilities is not None:
+            self.capabilities = capabilities
         self.calls: list[tuple[str, str]] = []
         self.published: list[list[str]] = []
         self.specs: list[QueueSpec] = []
-        self._clock = clock
-        self._max_depth = max_depth
-        self._native = self._new()
-        self.capabilities = capabilities or self._native.capabilities
         self._script: dict[str, deque[Fault]] = {}
         self._always: dict[str, Fault] = {}
         self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._closed = False
+
+    def _new(self) -> NativeBackend:
+        return NativeBackend(clock=self._clock, max_depth=self._max_depth)
 
     # What a test says
 
@@ -92,105 +96,68 @@ class FaultyBackend:
         elif fault is not None:
             fault()
 
-    def _new(self) -> NativeBackend:
-        return NativeBackend(clock=self._clock, max_depth=self._max_depth)
-
     # Backend
 
     async def start(self) -> None:
         await self.meet("start")
         if self._closed:
-            self._native = self._new()
+            name, capabilities = self.name, self.capabilities
+            self.native = self._new()
+            self.wrap(self.native)
+            self.name, self.capabilities = name, capabilities
             self._closed = False
             for callback in self._callbacks:
-                self._native.on_dead_letter(callback)
-        await self._native.start()
+                self.native.on_dead_letter(callback)
+        await super().start()
 
     async def declare(self, spec: QueueSpec) -> None:
         await self.meet("declare", spec.name)
         self.specs.append(spec)
-        await self._native.declare(spec)
+        await super().declare(spec)
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         await self.meet("publish", queue)
-        sent = await self._native.publish(queue, envelopes)
+        sent = await super().publish(queue, envelopes)
         self.published.append([envelope.id for envelope in envelopes])
         return sent
 
-    def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[FaultySubscription]:
-        return self._subscription(spec)
-
-    @asynccontextmanager
-    async def _subscription(
-        self, spec: SubscriptionSpec
-    ) -> AsyncGenerator[FaultySubscription, None]:
+    async def subscribing(self, spec: SubscriptionSpec) -> None:
         await self.meet("subscribe", spec.queue)
-        async with self._native.subscribe(spec) as inner:
-            yield FaultySubscription(self, inner, spec.queue)
-        self.calls.append(("unsubscribe", spec.queue))
 
     async def ping(self) -> None:
         await self.meet("ping")
-        await self._native.ping()
+        await super().ping()
 
     async def aclose(self) -> None:
         try:
             await self.meet("aclose")
         finally:
             self._closed = True
-            await self._native.aclose()
-
-    # Admin and DeadLetterSource
-
-    async def queues(self) -> list[str]:
-        return await self._native.queues()
-
-    async def stats(self, queue: str) -> QueueStats:
-        return await self._native.stats(queue)
-
-    async def peek(self, queue: str, limit: int) -> list[Envelope]:
-        return await self._native.peek(queue, limit)
-
-    async def purge(self, queue: str) -> int:
-        return await self._native.purge(queue)
+            await super().aclose()
 
     async def remove(self, queue: str, ids: Sequence[str]) -> int:
         await self.meet("remove", queue)
-        return await self._native.remove(queue, ids)
-
-    async def delete(self, queue: str) -> None:
-        await self._native.delete(queue)
+        return await self.native.remove(queue, ids)
 
     def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         self._callbacks.append(callback)
-        self._native.on_dead_letter(callback)
+        self.native.on_dead_letter(callback)
 
+    # Subscription
 
-class FaultySubscription:
-    """A native subscription whose calls meet the backend's faults."""
+    async def receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
+        await self.meet("receive")
+        return await subscription.receive(limit)
 
-    def __init__(self, backend: FaultyBackend, inner: NativeSubscription, queue: str) -> None:
-        self._backend = backend
-        self._inner = inner
-        self._queue = queue
-
-    async def receive(self, limit: int) -> list[Delivery]:
-        await self._backend.meet("receive", self._queue)
-        return await self._inner.receive(limit)
-
-    async def ack(self, delivery: Delivery) -> None:
-        await self._backend.meet("ack", self._queue)
-        await self._inner.ack(delivery)
+    async def ack(self, subscription: Subscription, delivery: Delivery) -> None:
+        await self.meet("ack", delivery.queue)
+        await subscription.ack(delivery)
 
     async def release(
-        self, delivery: Delivery, delay: float, *, count_attempt: bool = True
+        self, subscription: Subscription, delivery: Delivery, delay: float, count_attempt: bool
     ) -> None:
-        await self._backend.meet("release" if count_attempt else "give back", self._queue)
-        await self._inner.release(delivery, delay, count_attempt=count_attempt)
+        await self.meet("release" if count_attempt else "give back", delivery.queue)
+        await subscription.release(delivery, delay, count_attempt=count_attempt)
 
-    async def extend(self, delivery: Delivery, seconds: float) -> None:
-        await self._inner.extend(delivery, seconds)
-
-    async def stop(self) -> None:
-        await self._backend.meet("stop", self._queue)
-        await self._inner.stop()
+    async def stopping(self, subscription: Subscription) -> None:
+        await self.meet("stop")

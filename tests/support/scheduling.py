@@ -22,9 +22,8 @@ SHARDED: Final = (
     "tests/conformance/test_redis_pubsub.py",
 )
 
-# These mostly start drivers in processes of their own; the other tests of Spark share a session.
+# They share a session, which takes ten seconds and both cores to start.
 SPARK: Final = "tests/spark/"
-SPARK_DRIVERS: Final = ("tests/spark/test_jobs.py", "tests/spark/test_stream_reader.py")
 
 # Longest first, as measured; all other groups follow by number of tests.
 LONGEST: Final = (
@@ -55,8 +54,8 @@ def scope_of(nodeid: str, scope: str) -> str:
     if nodeid.startswith(RELIABILITY):
         server = nodeid.partition("[")[2].rstrip("]").partition("-")[0]
         return f"{RELIABILITY}#{server}"
-    if nodeid.startswith(SPARK) and not nodeid.startswith(SPARK_DRIVERS):
-        return f"{SPARK}#session"
+    if nodeid.startswith(SPARK):
+        return SPARK
     if nodeid.startswith(SHARDED):
         return f"{scope}#{crc32(nodeid.encode()) % SHARDS}"
     return scope

@@ -157,8 +157,11 @@ async def test_a_body_beyond_the_limit_is_refused(client: httpx.AsyncClient) -> 
         (b"body=1", "application/x-www-form-urlencoded", 415),
         (b"{", "application/json", 422),
         (b'{"body": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "application/json", 422),
+        (b'{"body": ' + b"1" * 5_000 + b"}", "application/json", 422),
+        (b'{"body": "\xff"}', "application/json", 422),
+        ('{"body": 1}'.encode("utf-16"), "application/json", 422),
     ],
-    ids=["form", "no JSON", "nested"],
+    ids=["form", "no JSON", "nested", "5,000 digits", "not UTF-8", "UTF-16"],
 )
 async def test_only_sane_json_is_read(
     client: httpx.AsyncClient, content: bytes, kind: str, status: int
@@ -352,6 +355,15 @@ async def test_mistakes_are_answered_in_json(
     answer = await client.request(method, path, headers=AUTHORIZED)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize("path", ["/api/overview", "/api/queues", "/api/queues/orders", "/readyz"])
+async def test_head_is_answered_like_get_without_a_body(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    answer = await client.head(path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers["content-type"] == "application/json"
 
 
 async def test_a_broker_that_does_not_answer_is_said_on_the_page_and_breaks_nothing(

@@ -521,7 +521,7 @@ async def test_nothing_that_a_message_holds_runs_on_the_page(
             return [*await real(), *ATTACKS]
 
         monkeypatch.setattr(service, "queues", with_foreign_names)
-        service._connection.last_error = ATTACKS[1]
+        service._runtime.wiring.connection.last_error = ATTACKS[1]
         async with shown(service) as watched:
             page = watched.page
             await expect(page.get_by_role("row")).to_have_count(1 + 2 + len(ATTACKS))

@@ -93,7 +93,7 @@ async def test_a_service_is_alive_before_it_is_ready() -> None:
 async def test_a_dead_consumer_makes_it_unready_and_not_dead(
     service: QueueService, client: httpx.AsyncClient
 ) -> None:
-    for task in service._consumers._tasks.values():
+    for task in service._runtime.consumers._tasks.values():
         task.cancel()
 
     async def unready() -> bool:

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from qkit._internal.names import check_name
 from qkit.admin.dead_letters import DeadLetters
-from qkit.backend import Admin, Backend, QueueStats, UnheardReporting
+from qkit.backend import Admin, QueueStats, UnheardReporting
 from qkit.errors import PartialSend, QueueError, Unsupported
-from qkit.handlers.route import RouteTable
 from qkit.message import GROUP, Envelope, Message, Sent
 from qkit.sending.producer import Producer
-from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["QueueAdmin"]
 
@@ -20,12 +19,10 @@ __all__ = ["QueueAdmin"]
 class QueueAdmin:
     """Translates names to the broker's and refuses what the backend does not offer."""
 
-    def __init__(
-        self, backend: Backend, *, settings: Settings, routes: RouteTable, producer: Producer
-    ) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._routes = routes
+    def __init__(self, wiring: Wiring, producer: Producer) -> None:
+        self._backend = wiring.backend
+        self._settings = wiring.settings
+        self._routes = wiring.routes
         self._producer = producer
 
     async def queues(self) -> list[str]:

@@ -25,7 +25,7 @@ COLUMNS = (
     "redis-pubsub",
 )
 
-# Where a cell of the design names two ways (N + E), qkit's own part decides: it is emulated.
+# A feature that is partly the broker's and partly qkit's own counts as emulated.
 _ROWS: dict[str, tuple[Support, ...]] = {
     "queues": (N, N, N, N, N, N, N, X),
     "durable": (X, N, N, N, N, N, N, X),

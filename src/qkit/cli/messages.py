@@ -22,7 +22,6 @@ from qkit.admin.views import MessageView, body_view
 from qkit.backend import (
     Backend,
     Delivery,
-    Subscription,
     SubscriptionSpec,
     UnheardReporting,
 )
@@ -40,11 +39,14 @@ from qkit.cli.terminal import (
     print_note,
     safe,
 )
+from qkit.consuming.raw_subscription import RawSubscription, subscribe_raw
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
+from qkit.handlers.channel import Channel
 from qkit.message import Envelope, Message, Sent
 from qkit.queue_lookup import suggest_name
 from qkit.sending.envelope_builder import SendOptions
 from qkit.service import QueueService
+from qkit.wiring import Wiring
 
 __all__ = ["consume", "peek", "send"]
 
@@ -315,19 +317,24 @@ async def _consume(
     async with service(config) as running:  # first: it knows whether there is such a queue
         await running.stats(queue)
     settings = find_settings(config)
-    backend = open_backend(settings, SystemClock())
+    clock = SystemClock()
+    backend = open_backend(settings, clock)
     await backend.start()
     try:
+        wiring = Wiring.build(backend, settings, clock)
+        route = wiring.routes.resolve(
+            Channel(queue, broadcast=True) if broadcast else Channel(queue)
+        )
         spec = SubscriptionSpec(
-            queue=settings.broker_name(queue),
+            queue=route.queue,
             group=group,
             consumer=f"{socket.gethostname()}-{os.getpid()}-cli",
             prefetch=min(limit or MAX_HELD, MAX_HELD),
             broadcast=broadcast,
             ack_deadline=settings.ack_deadline,
         )
-        async with backend.subscribe(spec) as subscription:
-            observer = _Observer(backend, subscription, settings.ack_deadline)
+        async with subscribe_raw(wiring, route, spec) as received:
+            observer = _Observer(backend, received, settings.ack_deadline)
             return await observer.run(ack, limit or (10**12 if ack else MAX_HELD), timeout, show)
     finally:
         await backend.aclose()
@@ -336,8 +343,9 @@ async def _consume(
 class _Observer:
     """Receives, shows, and holds what it does not acknowledge until the end."""
 
-    def __init__(self, backend: Backend, subscription: Subscription, lease: float) -> None:
-        self._subscription = subscription
+    def __init__(self, backend: Backend, received: RawSubscription, lease: float) -> None:
+        self._received = received
+        self._subscription = received.subscription
         self._lease = lease if backend.capabilities.lease else None
         self._held: list[Delivery] = []
 
@@ -350,7 +358,7 @@ class _Observer:
             with suppress(TimeoutError, KeyboardInterrupt, asyncio.CancelledError):
                 while seen < limit:
                     async with asyncio.timeout(timeout):
-                        found = await self._subscription.receive(min(limit - seen, SEND_BATCH_SIZE))
+                        found = await self._received.receive(min(limit - seen, SEND_BATCH_SIZE))
                     for delivery in found:
                         show(delivery.envelope)
                         seen += 1

@@ -170,6 +170,7 @@ class Declarations(Harness):
     async def test_a_sender_does_not_change_how_often_a_message_may_crash(
         self, backend: Backend, name: str
     ) -> None:
+        self.require_dead_letter_source(backend)
         await self.declare(backend, name, max_deliveries=2, consumed=True)
         await backend.declare(QueueSpec(name=name, dead_letter=f"{name}.other"))
         await self.put(backend, name, "x")
@@ -206,6 +207,7 @@ class Declarations(Harness):
     async def test_the_last_consumer_says_how_often_a_message_may_crash(
         self, backend: Backend, name: str
     ) -> None:
+        self.require_dead_letter_source(backend)
         await self.declare(backend, name, max_deliveries=5, consumed=True)
         await self.declare(backend, name, max_deliveries=1, consumed=True)
         await self.put(backend, name, "x")

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from qkit.backend import (
+    AckMany,
     Backend,
     Balance,
     ConsumerBalancing,
     Delivery,
+    ExtendMany,
     QueueSpec,
     Subscription,
     SubscriptionSpec,
 )
-from qkit.errors import SubscriptionLost
+from qkit.errors import QueueError, SubscriptionLost
 from qkit.message import Envelope, Sent
 
 __all__ = ["FaultInjectingBackend"]
@@ -35,17 +38,22 @@ _OPTIONAL = (
 class FaultInjectingBackend:
     """Passes every call on; override a method to inject a fault.
 
-    ``receive``, ``ack`` and the others get the subscription on which they are called.
+    ``receive``, ``ack`` and the others get the subscription on which they are called. Where
+    ``ack`` or ``extend`` is overridden, calls for many deliveries call it for each.
     """
 
     def __init__(self, inner: Backend) -> None:
+        self._live: set[_Subscription] = set()
+        self.wrap(inner)
+
+    def wrap(self, inner: Backend) -> None:
+        """Pass calls on to ``inner`` from now on."""
         self.inner = inner
         self.name = inner.name
         self.balances: frozenset[Balance] = (
             inner.balances if isinstance(inner, ConsumerBalancing) else frozenset()
         )
         self.capabilities = inner.capabilities
-        self._live: set[_Subscription] = set()
         for name in _OPTIONAL:  # on the instance, so that a runtime protocol sees what is there
             if hasattr(inner, name) and not hasattr(type(self), name):
                 setattr(self, name, getattr(inner, name))
@@ -105,6 +113,34 @@ class FaultInjectingBackend:
     async def extend(self, subscription: Subscription, delivery: Delivery, seconds: float) -> None:
         await subscription.extend(delivery, seconds)
 
+    async def ack_many(
+        self, subscription: Subscription, deliveries: Sequence[Delivery]
+    ) -> list[QueueError | None]:
+        if isinstance(subscription, AckMany) and type(self).ack is FaultInjectingBackend.ack:
+            return await subscription.ack_many(deliveries)
+        return [await _error_of(self.ack(subscription, delivery)) for delivery in deliveries]
+
+    async def extend_many(
+        self, subscription: Subscription, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        own = type(self).extend is not FaultInjectingBackend.extend
+        if isinstance(subscription, ExtendMany) and not own:
+            return await subscription.extend_many(deliveries, seconds)
+        return [
+            await _error_of(self.extend(subscription, delivery, seconds)) for delivery in deliveries
+        ]
+
+    async def stopping(self, subscription: Subscription) -> None:
+        """Before a subscription stops."""
+
+
+async def _error_of(call: Coroutine[Any, Any, None]) -> QueueError | None:
+    try:
+        await call
+    except QueueError as error:
+        return error
+    return None
+
 
 class _Subscription:
     """A subscription whose calls go through the wrapper, and that can be severed."""
@@ -114,6 +150,14 @@ class _Subscription:
         self._inner = inner
         self._severed = False
         self._receiving: asyncio.Timeout | None = None
+        # On the instance, so that a runtime protocol sees what is there.
+        if isinstance(inner, AckMany):
+            self.ack_many = self._ack_many
+        if isinstance(inner, ExtendMany):
+            self.extend_many = self._extend_many
+        for name in ("on_lost", "on_settlement"):
+            if hasattr(inner, name):
+                setattr(self, name, getattr(inner, name))
 
     def sever(self) -> None:
         self._severed = True
@@ -149,5 +193,16 @@ class _Subscription:
         self._check()
         await self._backend.extend(self._inner, delivery, seconds)
 
+    async def _ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
+        self._check()
+        return await self._backend.ack_many(self._inner, deliveries)
+
+    async def _extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        self._check()
+        return await self._backend.extend_many(self._inner, deliveries, seconds)
+
     async def stop(self) -> None:
+        await self._backend.stopping(self._inner)
         await self._inner.stop()

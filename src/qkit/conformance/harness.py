@@ -23,6 +23,7 @@ from qkit._internal.ids import new_id
 from qkit.backend import (
     Backend,
     Capabilities,
+    DeadLetterSource,
     Delivery,
     QueueSpec,
     Subscription,
@@ -192,6 +193,15 @@ class Harness:
         return found
 
     # -- the boundary itself -----------------------------------------------------------------
+
+    def require_dead_letter_source(self, backend: Backend) -> None:
+        """Skip unless the backend writes dead letters itself.
+
+        Any other backend delivers what expired or crashed too often, and the service writes the
+        dead letter: scenarios with a service check that.
+        """
+        if not isinstance(backend, DeadLetterSource):
+            pytest.skip("the backend is no DeadLetterSource: the service writes its dead letters")
 
     async def declare(self, backend: Backend, name: str, **options: object) -> QueueSpec:
         """Declare a channel with its dead-letter queue, as a service would."""

@@ -334,4 +334,5 @@ class Outages(Harness):
             (letter,) = await self.letters(service, name)
         assert (letter.message_id, letter.body) == (sent.message_id, b'"a"')
         assert (letter.reason, letter.attempts) == ("MaxRetriesExceeded", 2)
+        assert letter.error_type == "LeaseExpired"
         assert called == []

@@ -174,6 +174,8 @@ class Settlement(Harness):
     async def test_a_message_whose_leases_run_out_too_often_is_a_dead_letter(
         self, backend: Backend, name: str
     ) -> None:
+        """In the backend; with a service: ``…kills_its_consumers_ends_in_the_dead_letters``."""
+        self.require_dead_letter_source(backend)
         await self.declare(backend, name, ack_deadline=0.5, max_deliveries=2)
         (message_id,) = await self.put(backend, name, "a")
         async with self.subscribe(backend, name, ack_deadline=0.5) as subscription:

@@ -11,19 +11,18 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
-from qkit.backend import Backend, SubscriptionSpec
+from qkit.backend import SubscriptionSpec
 from qkit.consuming.consumer_state import ConsumerState
 from qkit.consuming.executor import Executor
 from qkit.consuming.session import Session
 from qkit.consuming.settlement import Settlement
 from qkit.errors import BackendUnavailable, ConfigError, Unsupported
-from qkit.observability.connection_state import ConnectionTracker
+from qkit.handlers.route import Route
 from qkit.observability.health import ConsumerHealth
-from qkit.observability.metrics import ChannelCounters
+from qkit.wiring import Wiring
 
 __all__ = ["Consumer"]
 
@@ -35,39 +34,37 @@ STABLE_AFTER_SECONDS = 5.0
 class Consumer:
     """Consumes one handler's share of a channel, for as long as the service runs.
 
-    ``lease`` is the seconds after which the backend takes an unsettled message back, ``None``
-    where it does not.
+    Args:
+        wiring: What the service shares.
+        route: The channel.
+        spec: What to subscribe with.
+        executor: Runs the handler.
+        settlement: Settles the deliveries.
+        declare: Declares the channel again, before a broken subscription is opened again.
     """
 
     def __init__(
         self,
-        *,
-        backend: Backend,
-        declare: Callable[[], Awaitable[None]],
+        wiring: Wiring,
+        route: Route,
         spec: SubscriptionSpec,
         executor: Executor,
         settlement: Settlement,
-        counters: ChannelCounters,
-        connection: ConnectionTracker,
-        clock: Clock,
-        ordered: bool,
-        lease: float | None,
+        declare: Callable[[], Awaitable[None]],
     ) -> None:
-        self.channel = executor.handler.channel
+        self.channel = route.name
         self.group = spec.group
         self.ready = asyncio.Event()  # subscribed for the first time, or refused
         self.refused: ConfigError | Unsupported | None = None
         self._state = ConsumerState(spec.prefetch)
-        self._settlement = settlement
+        self._wiring = wiring
+        self._route = route
         self._spec = spec
         self._executor = executor
-        self._counters = counters
-        self._clock = clock
-        self._ordered = ordered
-        self._lease = lease
-        self._backend = backend
+        self._settlement = settlement
         self._declare = declare
-        self._connection = connection
+        self._clock = wiring.clock
+        self._connection = wiring.connection
         self._session: Session | None = None
         self._opened: float | None = None  # when the subscription was opened
         self._refusal: str | None = None  # why it ended, if opening it again will hardly help
@@ -112,19 +109,17 @@ class Consumer:
             try:
                 if failures:
                     await self._declare()  # perhaps the queue itself is gone
-                async with self._backend.subscribe(self._spec) as subscription:
+                async with self._wiring.backend.subscribe(self._spec) as subscription:
                     opened = self._opened = self._clock.monotonic()
                     self._connection.record_success()
                     self._session = Session(
                         subscription,
-                        spec=self._spec,
-                        state=self._state,
-                        executor=self._executor,
-                        settlement=self._settlement,
-                        counters=self._counters,
-                        clock=self._clock,
-                        ordered=self._ordered,
-                        lease=self._lease,
+                        self._wiring,
+                        self._route,
+                        self._spec,
+                        self._state,
+                        self._executor,
+                        self._settlement,
                     )
                     self.ready.set()
                     await self._session.run()

@@ -7,25 +7,19 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Awaitable, Callable
 
-from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit.backend import Backend, SubscriptionSpec
+from qkit.backend import SubscriptionSpec
 from qkit.consuming.consumer import Consumer
 from qkit.consuming.executor import Executor
 from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.settlement import Settlement
 from qkit.errors import QueueNotFound
 from qkit.handlers.registry import Handler
-from qkit.handlers.route import Route, RouteTable
-from qkit.message import DeadLetter
-from qkit.observability.connection_state import ConnectionTracker
-from qkit.observability.events import Events
+from qkit.handlers.route import Route
 from qkit.observability.health import ConsumerHealth
-from qkit.observability.telemetry import Telemetry
 from qkit.sending.producer import Producer
-from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["ConsumerPool"]
 
@@ -36,28 +30,10 @@ NO_LEASE_EXPIRY = float("inf")
 class ConsumerPool:
     """Every consumer that was started and has not come down yet."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        settings: Settings,
-        clock: Clock,
-        routes: RouteTable,
-        producer: Producer,
-        connection: ConnectionTracker,
-        events: Events,
-        telemetry: Telemetry,
-        threads: HandlerThreads,
-    ) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._clock = clock
-        self._routes = routes
+    def __init__(self, wiring: Wiring, producer: Producer) -> None:
+        self.threads = HandlerThreads()
+        self._wiring = wiring
         self._producer = producer
-        self._connection = connection
-        self._events = events
-        self._telemetry = telemetry
-        self._threads = threads
         self._tasks: dict[Consumer, asyncio.Task[None]] = {}
 
     def start(self, route: Route, handler: Handler, *, renew_leases: bool) -> None:
@@ -74,62 +50,19 @@ class ConsumerPool:
         )
 
     def _consumer(self, route: Route, handler: Handler, *, renew_leases: bool) -> Consumer:
-        name = f"{socket.gethostname()}-{os.getpid()}-{handler.group}"
-        settlement = Settlement(
-            channel=route.name,
+        spec = SubscriptionSpec(
+            queue=route.queue,
             group=handler.group,
-            consumer=name,
+            consumer=f"{socket.gethostname()}-{os.getpid()}-{handler.group}",
+            prefetch=self._wiring.routes.prefetch(route, handler),
             broadcast=route.broadcast,
-            write=self._dead_letter_writer(route),
-            ordered=route.ordered,
-            can_delay=bool(self._backend.capabilities.delay),
-            timeout=self._settings.send_timeout,
-            counters=route.counters,
-            events=self._events,
-            connection=self._connection,
-            clock=self._clock,
+            ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
+            needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
         )
-        executor = Executor(
-            handler,
-            codec=self._routes.codec(handler.body_type),
-            policy=route.policy,
-            middleware=route.middleware,
-            telemetry=self._telemetry,
-            threads=self._threads,
-            clock=self._clock,
-            max_bytes=self._settings.max_message_bytes,
-            on_retry=settlement.record_retry,
-        )
-        return Consumer(
-            backend=self._backend,
-            declare=functools.partial(self._producer.redeclare, route),
-            spec=SubscriptionSpec(
-                queue=route.queue,
-                group=handler.group,
-                consumer=name,
-                prefetch=self._routes.prefetch(route, handler),
-                broadcast=route.broadcast,
-                ack_deadline=route.ack_deadline if renew_leases else NO_LEASE_EXPIRY,
-                needs_delay=route.policy.mode == "release" and route.policy.max_attempts > 1,
-            ),
-            executor=executor,
-            settlement=settlement,
-            counters=route.counters,
-            connection=self._connection,
-            clock=self._clock,
-            ordered=route.ordered,
-            lease=route.ack_deadline if renew_leases else None,
-        )
-
-    def _dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
-        letters = route.dead_letter
-        if letters is None:
-            return None
-
-        async def write(letter: DeadLetter) -> None:
-            await self._producer.send_to_queue(route, letters.name, [letter.to_envelope()])
-
-        return write
+        settlement = Settlement(self._wiring, route, spec, self._producer.dead_letter_writer(route))
+        executor = Executor(self._wiring, route, handler, self.threads, settlement.record_retry)
+        declare = functools.partial(self._producer.redeclare, route)
+        return Consumer(self._wiring, route, spec, executor, settlement, declare)
 
     async def wait_ready(self, timeout: float) -> None:
         """Until all have subscribed; one that is late goes on trying.

@@ -10,15 +10,14 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
+from typing import TypeGuard, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from qkit._internal.clock import Clock
-from qkit.codec.codec import Codec, decompress
+from qkit.codec.codec import decompress
 from qkit.consuming.handler_threads import HandlerThreads
 from qkit.consuming.job import Job
-from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater
+from qkit.consuming.outcome import DONE, Dead, Outcome, Pause, RetryLater, expired_outcome
 from qkit.errors import (
     BatchError,
     DecodeError,
@@ -32,7 +31,7 @@ from qkit.errors import (
 )
 from qkit.handlers.channel import CallNext, Middleware
 from qkit.handlers.registry import Handler
-from qkit.handlers.retry_policy import RetryPolicy
+from qkit.handlers.route import Route
 from qkit.handlers.signature import MISSING, ParamMetadata
 from qkit.message import (
     CONTENT_ENCODING,
@@ -40,14 +39,14 @@ from qkit.message import (
     LeaseExpired,
     Message,
     Reason,
-    TimeToLiveExpired,
 )
-from qkit.observability.telemetry import Telemetry
+from qkit.wiring import Wiring
 
 __all__ = ["Executor"]
 
 
-Call = Callable[[Job, Envelope], Awaitable[object]]
+#: Calls the handler once, for one job or for those of a batch.
+Call = Callable[[Sequence[Job]], Awaitable[object]]
 
 
 class _Undecodable(DecodeError):
@@ -61,32 +60,32 @@ class _Undecodable(DecodeError):
 class Executor:
     """Runs a handler's deliveries. Everything that can be resolved is resolved here, once.
 
-    ``on_retry`` hears of an attempt that failed and is repeated inline, in its slot.
+    Args:
+        wiring: What the service shares.
+        route: The channel.
+        handler: The handler.
+        threads: Run a synchronous handler.
+        on_retry: Called when an attempt failed and is repeated inline, in its slot.
     """
 
     def __init__(
         self,
+        wiring: Wiring,
+        route: Route,
         handler: Handler,
-        *,
-        codec: Codec[object],
-        policy: RetryPolicy,
-        middleware: Sequence[Middleware],
-        telemetry: Telemetry,
         threads: HandlerThreads,
-        clock: Clock,
-        max_bytes: int,
         on_retry: Callable[[Envelope, RetryLater], None],
     ) -> None:
         self.handler = handler
-        self.policy = policy
-        self._codec = codec
-        self._telemetry = telemetry
+        self.policy = route.policy
+        self._codec = wiring.routes.codec(handler.body_type)
+        self._telemetry = wiring.telemetry
         self._threads = threads
-        self._clock = clock
-        self._max_bytes = max_bytes
+        self._clock = wiring.clock
+        self._max_bytes = wiring.settings.max_message_bytes
         self._on_retry = on_retry
         self._timeout = handler.metadata.timeout
-        self._middleware = tuple(middleware)
+        self._middleware = route.middleware
         self._takes_body = handler.body is not None
         self._resolvers = [_parameter_resolver(param, handler) for param in handler.params]
         self._keywords = [param.name if param.keyword_only else None for param in handler.params]
@@ -95,8 +94,13 @@ class Executor:
     def _choose_call(self) -> Call:
         """How to call the handler once, with no more around it than it asks for."""
         shape = [(param.kind, param.keyword_only) for param in self.handler.params]
-        simple = self.handler.is_async and not self._middleware and shape == [("body", False)]
-        call = self._call_body_only if simple else self._call_with_message
+        call: Call
+        if self.handler.metadata.batch_size is not None:
+            call = self._call_batch
+        elif self.handler.is_async and not self._middleware and shape == [("body", False)]:
+            call = self._call_body_only
+        else:
+            call = self._call_with_message
         if self._timeout is not None:
             call = functools.partial(self._call_with_timeout, call, self._timeout)
         if self._telemetry.enabled:
@@ -110,11 +114,12 @@ class Executor:
             refused = self._check_before_call(envelope)
             if refused is not None:
                 return refused
-        while (error := await self._attempt(job, envelope)) is not None:
+        jobs = (job,)
+        while (error := await self._attempt(jobs)) is not None:
             outcome = self._outcome_of(error, envelope)
             if job.stopped or not self._inline(outcome):
                 return outcome
-            await self._wait_inline(job, [(envelope, cast("RetryLater", outcome))])
+            await self._wait_inline(job, {job: outcome})
         return DONE
 
     async def run_batch(self, jobs: Sequence[Job]) -> list[Outcome]:
@@ -125,83 +130,80 @@ class Executor:
         """
         outcomes: dict[Job, Outcome] = {}
         live: list[Job] = []
-        bodies: dict[Job, object] = {}
-        messages: dict[Job, Message] = {}
         for job in jobs:
-            envelope = job.delivery.envelope
-            refused = self._check_before_call(envelope)
-            if refused is None:
-                try:
-                    messages[job] = message = self._message(envelope)
-                    bodies[job] = self._decode(message.body, message.headers)
-                except _Undecodable as undecodable:
-                    refused = Dead(Reason.UNDECODABLE, undecodable.origin)
+            refused = self._check_before_call(job.delivery.envelope) or self._decode_member(job)
             if refused is None:
                 live.append(job)
             else:
                 outcomes[job] = refused
         while live:
-            errors = await self._attempt_batch(live, bodies, messages)
-            again: list[Job] = []
+            error = await self._attempt(live)
+            again: dict[Job, RetryLater] = {}
             for job in live:
                 envelope = job.delivery.envelope
-                error = errors.get(envelope.id)
-                outcome = DONE if error is None else self._outcome_of(error, envelope)
+                own = error.failures.get(envelope.id) if isinstance(error, BatchError) else error
+                outcome = DONE if own is None else self._outcome_of(own, envelope)
                 if self._inline(outcome) and not job.stopped:
-                    again.append(job)
+                    again[job] = outcome
                 outcomes[job] = outcome
             if again:
-                await self._wait_inline(
-                    live[0],
-                    [(job.delivery.envelope, cast("RetryLater", outcomes[job])) for job in again],
-                )
-            for job in again:  # they say which attempt it is
-                messages[job] = self._message(job.delivery.envelope)
-            live = again
+                await self._wait_inline(live[0], again)
+            for job in again:  # its message says which attempt it is
+                self._decode_member(job)
+            live = list(again)
         return [outcomes[job] for job in jobs]
+
+    def _decode_member(self, job: Job) -> Outcome | None:
+        """Decode a member of a batch; the answer is its outcome if that fails."""
+        try:
+            job.message = self._message(job.delivery.envelope)
+            job.body = self._decode(job.message.body, job.message.headers)
+        except _Undecodable as error:
+            return self._outcome_of(error, job.delivery.envelope)
+        return None
 
     def _check_before_call(self, envelope: Envelope) -> Outcome | None:
         """What is decided before the handler runs: expired, or delivered too often."""
-        if envelope.expires_at is not None and envelope.expires_at <= self._clock.time():
-            late = TimeToLiveExpired("the message was not handled within its time to live")
-            return Dead(Reason.TTL_EXPIRED, late, called=False)
+        expired = expired_outcome(envelope, self._clock.time())
         most = self.policy.max_attempts
-        if envelope.attempt > most:
+        if expired is None and envelope.attempt > most:
             crashed = LeaseExpired(
                 f"delivery {envelope.attempt - 1} of {most} was never settled: the handler "
                 "crashed, hung or outran ack_deadline, or another service allows more attempts"
             )
             return Dead(Reason.MAX_RETRIES_EXCEEDED, crashed, called=False)
-        return None
+        return expired
 
-    async def _attempt(self, job: Job, envelope: Envelope) -> Exception | None:
+    async def _attempt(self, jobs: Sequence[Job]) -> Exception | None:
         """Call the handler once; what it raised is the answer."""
         try:
-            await self._call(job, envelope)
+            await self._call(jobs)
         except Exception as error:
             return error
         except asyncio.CancelledError as error:
-            return await _handler_cancellation(error, [job])
+            return await _handler_cancellation(error, jobs)
         except BaseException as error:
             return _wrap_base_exception(error)
         return None
 
-    def _call_body_only(self, job: Job, envelope: Envelope) -> Awaitable[object]:
+    def _call_body_only(self, jobs: Sequence[Job]) -> Awaitable[object]:
         """The common shape, an async handler of the body alone, needs no ``Message``."""
+        envelope = jobs[0].delivery.envelope
         try:
             body = self._codec.decode(envelope.body, envelope.headers)
         except (DecodeError, PayloadTooLarge) as error:
             raise _Undecodable(error) from error
         return cast("Awaitable[object]", self.handler.call(body))
 
-    def _call_with_message(self, job: Job, envelope: Envelope) -> Awaitable[object]:
-        return self._through_middleware(job, self._message(envelope))
+    def _call_with_message(self, jobs: Sequence[Job]) -> Awaitable[object]:
+        return self._through_middleware(jobs[0], self._message(jobs[0].delivery.envelope))
 
-    async def _call_with_timeout(
-        self, call: Call, timeout: float, job: Job, envelope: Envelope
-    ) -> None:
+    def _call_batch(self, jobs: Sequence[Job]) -> Awaitable[object]:
+        return self._invoke(jobs[0], [job.body for job in jobs], [job.message for job in jobs])
+
+    async def _call_with_timeout(self, call: Call, timeout: float, jobs: Sequence[Job]) -> None:
         scope = asyncio.timeout(timeout)
-        handling = call(job, envelope)
+        handling = call(jobs)
         try:
             async with scope:
                 await handling
@@ -212,9 +214,10 @@ class Executor:
         if scope.expired():  # it swallowed the cancellation, so it may have stopped half-way
             raise self._timed_out()
 
-    async def _call_traced(self, call: Call, job: Job, envelope: Envelope) -> None:
-        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, [envelope]):
-            await call(job, envelope)
+    async def _call_traced(self, call: Call, jobs: Sequence[Job]) -> None:
+        envelopes = [job.delivery.envelope for job in jobs]
+        with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
+            await call(jobs)
 
     def _timed_out(self, error: TimeoutError | None = None) -> HandlerTimeout:
         return HandlerTimeout(
@@ -252,31 +255,6 @@ class Executor:
         # A plain function that hands on a coroutine has not done its work before that has.
         return await result if inspect.isawaitable(result) else result
 
-    async def _attempt_batch(
-        self, jobs: list[Job], bodies: dict[Job, object], messages: dict[Job, Message]
-    ) -> dict[str, Exception]:
-        """Call a batch handler once; errors by message id."""
-        ids = [job.delivery.envelope.id for job in jobs]
-        envelopes = [job.delivery.envelope for job in jobs]
-        scope = asyncio.timeout(self._timeout)
-        try:
-            with self._telemetry.consumer_span(self.handler.channel, self.handler.group, envelopes):
-                async with scope:
-                    await self._invoke(
-                        jobs[0], [bodies[job] for job in jobs], [messages[job] for job in jobs]
-                    )
-        except BatchError as error:
-            return error.failures
-        except TimeoutError as error:
-            return dict.fromkeys(ids, self._timed_out(error) if scope.expired() else error)
-        except Exception as error:
-            return dict.fromkeys(ids, error)
-        except asyncio.CancelledError as error:
-            return dict.fromkeys(ids, await _handler_cancellation(error, jobs))
-        except BaseException as error:
-            return dict.fromkeys(ids, _wrap_base_exception(error))
-        return dict.fromkeys(ids, self._timed_out()) if scope.expired() else {}
-
     def _outcome_of(self, error: Exception, envelope: Envelope) -> Outcome:
         """What an attempt's failure means for the message."""
         if isinstance(error, _Undecodable):
@@ -291,18 +269,18 @@ class Executor:
             return Dead(Reason.MAX_RETRIES_EXCEEDED, error)
         return RetryLater(delay, error)
 
-    def _inline(self, outcome: Outcome) -> bool:
+    def _inline(self, outcome: Outcome) -> TypeGuard[RetryLater]:
         return isinstance(outcome, RetryLater) and self.policy.mode == "inline"
 
-    async def _wait_inline(self, job: Job, failed: list[tuple[Envelope, RetryLater]]) -> None:
+    async def _wait_inline(self, called: Job, failed: dict[Job, RetryLater]) -> None:
         """Wait in the slot, as inline retries do, and count the attempt that follows."""
-        for envelope, outcome in failed:
-            self._on_retry(envelope, outcome)
-        await asyncio.sleep(max(outcome.delay for _, outcome in failed))
-        if job.thread is not None:  # it may have outlived its time-out: never two in one slot
-            await asyncio.wait({job.thread})
-        for envelope, _ in failed:
-            envelope.attempt += 1
+        for job, outcome in failed.items():
+            self._on_retry(job.delivery.envelope, outcome)
+        await asyncio.sleep(max(outcome.delay for outcome in failed.values()))
+        if called.thread is not None:  # it may have outlived its time-out: never two in one slot
+            await asyncio.wait({called.thread})
+        for job in failed:
+            job.delivery.envelope.attempt += 1
 
     def _message(self, envelope: Envelope) -> Message:
         body, headers = envelope.body, envelope.headers

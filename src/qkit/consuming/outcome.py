@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qkit.message import Reason
+from qkit.message import Envelope, Reason, TimeToLiveExpired
 
-__all__ = ["ABANDON", "DONE", "Abandon", "Dead", "Done", "Outcome", "Pause", "RetryLater"]
+__all__ = [
+    "ABANDON",
+    "DONE",
+    "Abandon",
+    "Dead",
+    "Done",
+    "Outcome",
+    "Pause",
+    "RetryLater",
+    "expired_outcome",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +58,16 @@ Outcome = Done | RetryLater | Dead | Pause | Abandon
 
 DONE = Done()
 ABANDON = Abandon()
+
+
+def expired_outcome(envelope: Envelope, now: float) -> Dead | None:
+    """Return the outcome of a message whose time to live is over; ``None`` if it is not.
+
+    >>> expired_outcome(Envelope(id="0190", body=b"", expires_at=5.0), 4.0)
+    >>> str(expired_outcome(Envelope(id="0190", body=b"", expires_at=5.0), 5.0).reason)
+    'TTLExpired'
+    """
+    if envelope.expires_at is None or envelope.expires_at > now:
+        return None
+    late = TimeToLiveExpired("the message was not handled within its time to live")
+    return Dead(Reason.TTL_EXPIRED, late, called=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 from collections.abc import Sequence
 
-from qkit._internal.clock import Clock
 from qkit._internal.deadlines import CancelScope
 from qkit._internal.logging import logger
 from qkit._internal.tasks import run_to_completion
@@ -24,9 +24,10 @@ from qkit.consuming.delivery_buffer import DeliveryBuffer
 from qkit.consuming.executor import Executor
 from qkit.consuming.job import Job
 from qkit.consuming.lease_renewal import LeaseRenewal
-from qkit.consuming.outcome import ABANDON, DONE, Outcome, Pause
+from qkit.consuming.outcome import ABANDON, DONE, Dead, Outcome, Pause
 from qkit.consuming.settlement import Settlement
-from qkit.observability.metrics import ChannelCounters
+from qkit.handlers.route import Route
+from qkit.wiring import Wiring
 
 __all__ = ["Session"]
 
@@ -42,56 +43,54 @@ class Session:
 
     Args:
         subscription: The open subscription.
-        spec: What it was opened with.
+        wiring: What the service shares.
+        route: The channel.
+        spec: What the subscription was opened with.
         state: Whether handlers may be started now; changed by the consumer.
         executor: Runs the handler.
         settlement: Carries out the outcomes.
-        counters: Of the channel.
-        clock: Tells the time of polls.
-        ordered: Whether deliveries of one key are handled one after the other.
-        lease: Length of a lease in seconds; ``None`` if leases are not renewed.
     """
 
     def __init__(
         self,
         subscription: Subscription,
-        *,
+        wiring: Wiring,
+        route: Route,
         spec: SubscriptionSpec,
         state: ConsumerState,
         executor: Executor,
         settlement: Settlement,
-        counters: ChannelCounters,
-        clock: Clock,
-        ordered: bool,
-        lease: float | None,
     ) -> None:
         self._subscription = subscription
         self._spec = spec
         self._state = state
         self._executor = executor
         self._settlement = settlement
-        self._counters = counters
-        self._clock = clock
-        self._channel = executor.handler.channel
+        self._counters = route.counters
+        self._clock = wiring.clock
+        self._channel = route.name
         self._loop = asyncio.get_running_loop()
         self._fetcher_waits: asyncio.Future[None] | None = None  # the fetcher waits for free slots
         self._receiving: CancelScope | None = None  # or for deliveries
         self._broken: Exception | None = None  # why nothing can be received any more
         self._fetch_check = False  # the fetcher is about to check whether to fetch
         self._fetches = 0
-        self._buffer = DeliveryBuffer(lanes=ordered, on_empty=self._schedule_fetch)
+        self._buffer = DeliveryBuffer(lanes=route.ordered, on_empty=self._schedule_fetch)
         self.held = self._buffer.held
         """Every unsettled delivery."""
         self._stopped = asyncio.Event()  # it stops, or is broken
         self._withdrawn: list[Job] = []
         self._workers: set[asyncio.Task[None]] = set()
+        self._refusals: set[asyncio.Task[None]] = set()  # dead letters of messages not handled
+        self._tasks = asyncio.TaskGroup()
         self._abandoned = self._loop.create_future()
         name = f"qkit {self._channel} {spec.group} acks"
         self._acks: AckBatcher | None = None
         if isinstance(subscription, AckMany):
             self._acks = AckBatcher(subscription, settlement, self.held, self._finish, name)
         self._renewal: LeaseRenewal | None = None
-        if lease is not None:
+        lease = spec.ack_deadline
+        if lease is not None and math.isfinite(lease):
             self._renewal = LeaseRenewal(
                 subscription, lease, self.held, self._mark_lost, self._channel
             )
@@ -102,7 +101,7 @@ class Session:
         settlement.begin()
         self._acked = 0
         # An ack that comes back may free a lane: a worker must be there to take its next message.
-        self._workers_fetch = self._acks is None or not ordered
+        self._workers_fetch = self._acks is None or not route.ordered
         state.on_change = self.interrupt
 
     @property
@@ -114,7 +113,7 @@ class Session:
         """Fetch and work until the consumer stops; raises when the subscription breaks."""
         name = f"qkit {self._channel} {self._spec.group}"
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks as tasks:
                 renewer = None
                 if self._renewal is not None:
                     renewer = tasks.create_task(self._renewal.run(), name=f"{name} leases")
@@ -124,8 +123,8 @@ class Session:
                 try:
                     broken = await self._fetch_until_stopped()
                     self._buffer.close()
-                    while self._workers:
-                        await asyncio.wait(self._workers)
+                    while running := self._workers | self._refusals:
+                        await asyncio.wait(running)
                     if self._acks is not None:
                         await self._acks.close()
                 except asyncio.CancelledError:
@@ -270,9 +269,10 @@ class Session:
         """Release what was withdrawn, uncharged, so that others can have it."""
         while self._withdrawn:
             job = self._withdrawn.pop()
-            if not job.lost:
-                await self._settlement.settle(self._subscription, job, ABANDON, self._stopped)
-            self._finish(job)
+            if job.lost:
+                self._finish(job)
+            else:
+                await self._settle(job, ABANDON)
 
     def _finish(self, job: Job) -> None:
         self._buffer.finish(job)
@@ -405,6 +405,16 @@ class Session:
                 return
         elif isinstance(outcome, Pause):
             outcome = self._state.back_off(outcome)
+        elif isinstance(outcome, Dead) and not outcome.called:
+            # Not in the worker's slot: expired messages would delay those behind them by a dead
+            # letter each. The prefetch bounds how many there are.
+            refusal = self._tasks.create_task(self._settle(job, outcome), name="qkit refusal")
+            self._refusals.add(refusal)
+            refusal.add_done_callback(self._refusals.discard)
+            return
+        await self._settle(job, outcome)
+
+    async def _settle(self, job: Job, outcome: Outcome) -> None:
         await self._settlement.settle(self._subscription, job, outcome, self._stopped)
         self._finish(job)
 

@@ -11,11 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import assert_never
 
-from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit._internal.retry import Backoff
 from qkit._internal.text import error_text
-from qkit.backend import AckMany, Delivery, Subscription
+from qkit.backend import AckMany, Delivery, Subscription, SubscriptionSpec
 from qkit.consuming.job import Job
 from qkit.consuming.outcome import DONE, Abandon, Dead, Done, Outcome, Pause, RetryLater
 from qkit.errors import (
@@ -26,11 +25,12 @@ from qkit.errors import (
     Signal,
     SubscriptionLost,
 )
+from qkit.handlers.route import Route
 from qkit.message import FIRST_FAILED_AT, DeadLetter, Envelope
-from qkit.observability.connection_state import ConnectionTracker
 from qkit.observability.events import DeadLettered, Events, Retried
 from qkit.observability.metrics import ChannelCounters
 from qkit.observability.settlement_failures import SettlementFailures
+from qkit.wiring import Wiring
 
 __all__ = ["Settlement"]
 
@@ -44,40 +44,35 @@ WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 class Settlement:
     """Settles one consumer's deliveries and tells of every failure.
 
-    ``write`` puts a dead letter where it belongs and returns once it is confirmed; it is ``None``
-    where the channel keeps none.
+    Args:
+        wiring: What the service shares.
+        route: The channel.
+        spec: What the consumer subscribes with.
+        write: Writes a dead letter and returns once it is confirmed; ``None`` if the channel
+            keeps none.
     """
 
     def __init__(
         self,
-        *,
-        channel: str,
-        group: str,
-        consumer: str,
-        broadcast: bool,
+        wiring: Wiring,
+        route: Route,
+        spec: SubscriptionSpec,
         write: WriteDeadLetter | None,
-        ordered: bool,
-        can_delay: bool,
-        timeout: float,
-        counters: ChannelCounters,
-        events: Events,
-        connection: ConnectionTracker,
-        clock: Clock,
     ) -> None:
-        self._channel = channel
-        self._group = group
-        self._broadcast = broadcast
-        self._consumer = consumer
+        self._channel = route.name
+        self._group = spec.group
+        self._broadcast = route.broadcast
+        self._consumer = spec.consumer
         self._write = write
-        self._ordered = ordered
-        self._can_delay = can_delay
-        self._timeout = timeout
-        self._counters = counters
-        self._events = events
-        self._connection = connection
-        self._clock = clock
+        # On an ordered channel a wait in the broker would let its successors overtake.
+        self._can_delay = route.can_delay and not route.ordered
+        self._timeout = wiring.settings.send_timeout
+        self._counters = route.counters
+        self._events = wiring.events
+        self._connection = wiring.connection
+        self._clock = wiring.clock
         self.last_settle_at: float | None = None
-        self.failures = SettlementFailures(clock)
+        self.failures = SettlementFailures(wiring.clock)
 
     async def settle(
         self,
@@ -159,8 +154,7 @@ class Settlement:
                 await subscription.release(delivery, delay)
             case Pause(delay, error):
                 self._warn("a dependency is unavailable: the channel pauses", delivery, error)
-                # On an ordered channel a wait in the broker would let its successors overtake.
-                wait = 0.0 if self._ordered or not self._can_delay else delay or 0.0
+                wait = (delay or 0.0) if self._can_delay else 0.0
                 await subscription.release(delivery, wait, count_attempt=False)
             case Abandon():
                 await subscription.release(delivery, 0.0, count_attempt=False)

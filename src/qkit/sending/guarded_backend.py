@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from qkit._internal.deadlines import Deadline, DeadlineTimer
-from qkit.backend import Backend
 from qkit.errors import BackendUnavailable, QueueError, SendTimeout
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
+from qkit.observability.connection_state import ConnectionState
 from qkit.sending.circuit_breaker import CircuitBreaker
+from qkit.wiring import Wiring
 
 __all__ = ["GuardedBackend"]
 
@@ -22,23 +22,17 @@ class GuardedBackend:
 
     The outcome of each call is recorded once, for the breaker and for the connection's state: a
     hundred sends that share a round trip meet one failure.
-
-    Args:
-        timeout: Seconds that a send may take in all.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        *,
-        breaker: CircuitBreaker,
-        connection: ConnectionTracker,
-        timeout: float,
-    ) -> None:
-        self.backend = backend
-        self.breaker = breaker
-        self.connection = connection
-        self.timer = DeadlineTimer(timeout)
+    def __init__(self, wiring: Wiring) -> None:
+        self.backend = wiring.backend
+        self.connection = wiring.connection
+        self.breaker = CircuitBreaker(
+            failure_threshold=wiring.settings.breaker.failure_threshold,
+            recovery_timeout=wiring.settings.breaker.recovery_timeout,
+            clock=wiring.clock,
+        )
+        self.timer = DeadlineTimer(wiring.settings.send_timeout)
 
     async def call(
         self,

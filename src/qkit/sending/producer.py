@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, cast
 
-from qkit._internal.clock import Clock
 from qkit._internal.coroutines import shown_as
 from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
 from qkit.handlers.channel import Channel
-from qkit.handlers.registry import Registry
-from qkit.handlers.route import Route, RouteTable
-from qkit.message import Envelope, Sent
-from qkit.observability.telemetry import Telemetry
+from qkit.handlers.route import Route
+from qkit.message import DeadLetter, Envelope, Sent
 from qkit.sending.envelope_builder import SendOptions, build_envelope
 from qkit.sending.guarded_backend import GuardedBackend
 from qkit.sending.send_batcher import SendBatcher
+from qkit.wiring import Wiring
 
 __all__ = ["Producer"]
 
@@ -36,26 +34,18 @@ class Producer:
     """What ``QueueService.send`` and its siblings do.
 
     Args:
+        wiring: What the service shares.
         require: Called with an operation's name; raises ``LifecycleError`` if it is too early or
             too late for it.
     """
 
-    def __init__(
-        self,
-        guarded: GuardedBackend,
-        *,
-        clock: Clock,
-        registry: Registry,
-        routes: RouteTable,
-        telemetry: Telemetry,
-        require: Callable[[str], None],
-    ) -> None:
-        self._guarded = guarded
-        self._backend = guarded.backend
-        self._clock = clock
-        self._registry = registry
-        self._routes = routes
-        self._telemetry = telemetry
+    def __init__(self, wiring: Wiring, require: Callable[[str], None]) -> None:
+        self.guarded = GuardedBackend(wiring)
+        self._backend = wiring.backend
+        self._clock = wiring.clock
+        self._registry = wiring.registry
+        self._routes = wiring.routes
+        self._telemetry = wiring.telemetry
         self._require = require
         self._batchers: dict[str, SendBatcher] = {}
         self._declaring = asyncio.Lock()
@@ -147,7 +137,7 @@ class Producer:
         """Send to a queue of the route; declare it if needed, also if it was deleted since."""
         batcher = self._batchers.get(queue)
         if batcher is None:
-            batcher = self._batchers[queue] = SendBatcher(self._guarded, queue, SEND_BACKOFF)
+            batcher = self._batchers[queue] = SendBatcher(self.guarded, queue, SEND_BACKOFF)
         if route.declared:
             try:
                 return await batcher.send(envelopes)
@@ -155,10 +145,24 @@ class Producer:
                 route.declared = False
         return await batcher.send(envelopes, prepare=functools.partial(self.declare, route))
 
+    def dead_letter_writer(self, route: Route) -> Callable[[DeadLetter], Awaitable[None]] | None:
+        """Return a function that writes a dead letter and returns once it is confirmed.
+
+        ``None`` if the channel keeps none.
+        """
+        letters = route.dead_letter
+        if letters is None:
+            return None
+
+        async def write(letter: DeadLetter) -> None:
+            await self.send_to_queue(route, letters.name, [letter.to_envelope()])
+
+        return write
+
     async def drain(self) -> None:
         """Wait until every send has returned, for as long as a send may take; then give up."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._guarded.timer.seconds):
+            async with asyncio.timeout(self.guarded.timer.seconds):
                 while busy := [item for item in self._batchers.values() if item.in_progress]:
                     await busy[0].drain()
         for batcher in self._batchers.values():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import BaseModel, SecretStr
 
-from qkit._internal.loop_thread import LoopThread
 from qkit.settings.model import Settings
 from qkit.spark.kafka_connector import connector_options, has_connector, kafka_frame, suits
 from qkit.spark.options import Plan, absolute, plan_of
@@ -70,9 +69,8 @@ def write(df: DataFrame, channel: str, settings: Settings, **options: str) -> Wr
 
 def _by_connector(df: DataFrame, plan: Plan) -> Written:
     sender = TaskSender(plan.settings)
-    route = sender.route(plan.channel, broadcast=plan.broadcast)
-    with LoopThread("qkit-spark") as loop:  # in a notebook there is a loop already
-        loop.call(lambda: sender.declare(route))
+    sender.route(plan.channel, broadcast=plan.broadcast)
+    sender.open().close()  # declares the channel
     ready = kafka_frame(df, plan.channel, settings=plan.settings, **plan.columns)
     ready.write.format("kafka").options(**connector_options(plan.settings)).save()
     return Written(None)  # an Observation of this write would never be told

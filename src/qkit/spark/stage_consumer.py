@@ -13,11 +13,13 @@ from qkit._internal.logging import logger
 from qkit._internal.loop_thread import LoopThread
 from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpec
 from qkit.backends.factory import open_backend
+from qkit.consuming.raw_subscription import RawSubscription, subscribe_raw
 from qkit.errors import BackendUnavailable, QueueError
+from qkit.handlers.channel import Channel
 from qkit.message import Envelope
 from qkit.spark.existing import exists, start_for_reading
 from qkit.spark.options import Plan
-from qkit.spark.task_sender import TaskSender
+from qkit.wiring import Wiring
 
 __all__ = ["PREFETCH", "StageConsumer"]
 
@@ -39,7 +41,7 @@ class StageConsumer:
         self._plan = plan
         self._loop = LoopThread("qkit-spark")
         self._stack: AsyncExitStack | None = None
-        self._subscription: Subscription | None = None
+        self._subscription: RawSubscription | None = None
         self._timeout = FIRST_FILL_TIMEOUT_SECONDS
 
     def depth(self) -> int:
@@ -81,13 +83,13 @@ class StageConsumer:
             if not deliveries:
                 return 0
             await asyncio.to_thread(keep, [delivery.envelope for delivery in deliveries])
-            await _acknowledge(subscription, deliveries)
+            await _acknowledge(subscription.subscription, deliveries)
         except BackendUnavailable:
             await self._close()
             raise
         return len(deliveries)
 
-    async def _receive(self, subscription: Subscription, limit: int) -> list[Delivery]:
+    async def _receive(self, subscription: RawSubscription, limit: int) -> list[Delivery]:
         """What comes until there is quiet, or for a while."""
         timeout, self._timeout = self._timeout, IDLE_TIMEOUT_SECONDS
         found = await _within(timeout, subscription.receive(limit))
@@ -100,17 +102,19 @@ class StageConsumer:
             found += more
         return found
 
-    async def _subscribed(self) -> Subscription | None:
+    async def _subscribed(self) -> RawSubscription | None:
         """Subscribe, unless that is done; ``None`` while there is no dead-letter queue yet.
 
         The channel must exist. What a subscription needs beside it is made: a topic's group, and
         on Kafka the topic of retries.
         """
         if self._subscription is None:
-            route = TaskSender(self._plan.settings).route(
-                self._plan.name, broadcast=self._plan.broadcast
+            settings, clock, name = self._plan.settings, SystemClock(), self._plan.name
+            backend = open_backend(settings, clock)
+            wiring = Wiring.build(backend, settings, clock)
+            route = wiring.routes.resolve(
+                Channel(name, broadcast=True) if self._plan.broadcast else Channel(name)
             )
-            backend = open_backend(self._plan.settings, SystemClock())
             stack = AsyncExitStack()
             try:
                 stack.push_async_callback(backend.aclose)
@@ -125,11 +129,11 @@ class StageConsumer:
                     consumer=f"spark-{new_id()}",
                     prefetch=PREFETCH,
                     broadcast=route.broadcast,
-                    ack_deadline=(
-                        self._plan.settings.ack_deadline if backend.capabilities.lease else None
-                    ),
+                    ack_deadline=settings.ack_deadline if backend.capabilities.lease else None,
                 )
-                self._subscription = await stack.enter_async_context(backend.subscribe(spec))
+                self._subscription = await stack.enter_async_context(
+                    subscribe_raw(wiring, route, spec)
+                )
             except BaseException:
                 await stack.aclose()
                 raise

@@ -1,4 +1,4 @@
-"""A backend with a service's sending policies, for a task that has no event loop of its own."""
+"""A service without handlers, for a task that has no event loop of its own."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from collections.abc import Sequence
 from typing import Final, Self
 
 from qkit._internal.clock import SystemClock
+from qkit._internal.loop_thread import LoopThread
 from qkit._internal.retry import Backoff
 from qkit.backend import UnheardReporting
 from qkit.backends.factory import open_backend
 from qkit.errors import PartialSend, QueueError, QueueFull
 from qkit.handlers.channel import Channel
-from qkit.handlers.registry import Registry
-from qkit.handlers.route import Route, RouteTable
+from qkit.handlers.route import Route
 from qkit.message import Envelope
-from qkit.observability.connection_state import ConnectionTracker
-from qkit.observability.events import Events
-from qkit.observability.metrics import Counters
-from qkit.observability.telemetry import Telemetry
-from qkit.sending.circuit_breaker import CircuitBreaker
-from qkit.sending.guarded_backend import GuardedBackend
-from qkit.sending.producer import Producer
+from qkit.service.runtime import ServiceRuntime
 from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["TaskSender"]
 
@@ -31,41 +26,21 @@ BACKOFF: Final = Backoff(initial=0.05, multiplier=2.0, maximum=2.0, jitter=0.1)
 
 
 class TaskSender:
-    """Sends envelopes: declared channels, deadline, retries and breaker, as a service does.
+    """Sends envelopes with the policies of a service. Its event loop runs in a thread.
 
     Nothing is connected before ``open``; ``route`` works without.
     """
 
     def __init__(self, settings: Settings) -> None:
         clock = SystemClock()
-        registry = Registry()
-        counters = Counters()
         self._timeout = settings.send_timeout
-        self._runner: asyncio.Runner | None = None
-        self._backend = backend = open_backend(settings, clock)
-        self._routes = RouteTable(settings, backend, registry, counters)
-        guarded = GuardedBackend(
-            backend,
-            breaker=CircuitBreaker(
-                failure_threshold=settings.breaker.failure_threshold,
-                recovery_timeout=settings.breaker.recovery_timeout,
-                clock=clock,
-            ),
-            connection=ConnectionTracker(Events(), clock, backend.name),
-            timeout=settings.send_timeout,
-        )
-        self._producer = Producer(
-            guarded,
-            clock=clock,
-            registry=registry,
-            routes=self._routes,
-            telemetry=Telemetry(backend.name),
-            require=lambda verb: None,
-        )
+        self._backend = open_backend(settings, clock)
+        self._runtime = ServiceRuntime(Wiring.build(self._backend, settings, clock))
+        self._loop: LoopThread | None = None
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
-        return self._routes.resolve(
+        return self._runtime.wiring.routes.resolve(
             Channel(channel, broadcast=True) if broadcast else Channel(channel)
         )
 
@@ -74,51 +49,40 @@ class TaskSender:
         """How many messages no subscriber received, on a backend that keeps none."""
         return self._backend.unheard if isinstance(self._backend, UnheardReporting) else 0
 
-    async def declare(self, route: Route) -> None:
-        """Connect, make sure that a channel and its dead-letter queue exist, and disconnect."""
-        await self._backend.start()
-        try:
-            await self._producer.declare(route)
-        finally:
-            await self._backend.aclose()
-
     def open(self) -> Self:
-        """Connect. Raises ``BackendUnavailable``."""
-        self._runner = asyncio.Runner()
+        """Connect, and declare each channel whose route was asked for.
+
+        Raises:
+            BackendUnavailable: The broker cannot be reached.
+        """
+        self._loop = LoopThread("qkit-spark")
         try:
-            self._runner.run(self._backend.start())
+            self._loop.call(self._runtime.start)
         except BaseException:
-            self._runner.close()
-            self._runner = None
+            self.close()
             raise
         return self
 
     def close(self) -> None:
         """Disconnect; idempotent."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            try:
-                runner.run(self._close())
-            finally:
-                runner.close()
-
-    async def _close(self) -> None:
-        await self._producer.drain()
-        await self._backend.aclose()
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            with loop:
+                loop.call(self._runtime.shutdown)
 
     def send(self, route: Route, envelopes: Sequence[Envelope]) -> None:
         """Return once every one is confirmed.
 
         A full queue is waited for as long as consumers take from it, and ``send_timeout`` more.
         """
-        assert self._runner is not None, "open it first"
-        self._runner.run(self._send(route, list(envelopes)))
+        assert self._loop is not None, "open it first"
+        self._loop.call(lambda: self._send(route, list(envelopes)))
 
     async def _send(self, route: Route, envelopes: list[Envelope]) -> None:
         tries, deadline = 0, time.monotonic() + self._timeout
         while envelopes:
             try:
-                await self._producer.send_envelopes(route, envelopes)
+                await self._runtime.producer.send_envelopes(route, envelopes)
             except PartialSend as partial:
                 refused = [
                     (envelope, result)

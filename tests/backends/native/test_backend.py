@@ -446,7 +446,7 @@ class TestSubscription:
     async def test_cancel_with_a_wake_up_in_flight(
         self, backend: NativeBackend, others: int
     ) -> None:
-        """RELIABILITY row 10: fifty times, nothing is lost."""
+        """Fifty times: no message is lost."""
         async with backend.subscribe(spec()) as one, backend.subscribe(spec()) as two:
             for n in range(50):
                 victim = asyncio.create_task(one.receive(1))

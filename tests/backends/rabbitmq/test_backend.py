@@ -73,8 +73,9 @@ async def test_shutdown_stops_taking_closes_channels_and_connections_and_is_told
 
 def test_it_offers_the_whole_boundary() -> None:
     backend = RabbitMQBackend("amqp://localhost/")
-    for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
+    for protocol in (Admin, DroppedLetterSource):
         assert isinstance(backend, protocol)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
 
 
 def test_settings_choose_it() -> None:
@@ -98,6 +99,8 @@ def test_replicas_choose_quorum_queues() -> None:
     assert arguments["x-quorum-initial-group-size"] == 3
     assert arguments["x-dead-letter-strategy"] == "at-least-once"
     assert arguments["x-overflow"] == "reject-publish"
+    # So high that the service always sees a message before the broker takes it out.
+    assert arguments["x-delivery-limit"] == 1_000_000_000
 
 
 def test_without_the_client_there_is_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ async def test_a_handler_whose_channel_was_closed_is_cancelled_also_when_nothing
     async with service, asyncio.timeout(60):
         await service.send(name, 1)
         await eventually(lambda: began == [1])
-        assert not opened[0]._receivers, "its only slot is taken"
+        assert not opened[0]._arrivals.receivers, "its only slot is taken"
         assert opened[0]._channel is not None
         await opened[0]._channel.basic_ack(4711)
         await cancelled.wait()

@@ -19,9 +19,6 @@ from pydantic import BaseModel
 
 from qkit import Header, Message, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
-from qkit.backend import (
-    QueueSpec,
-)
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.backends.rabbitmq.codec import encode
@@ -205,7 +202,7 @@ async def test_an_id_longer_than_amqp_carries_is_refused(
 
 
 async def test_a_message_that_the_broker_let_expire_is_the_same_dead_letter(
-    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+    backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
 ) -> None:
     await declare(backend, name)
     soon = SystemClock().time() + 0.3
@@ -215,17 +212,23 @@ async def test_a_message_that_the_broker_let_expire_is_the_same_dead_letter(
     await raw.basic_publish(b"x", routing_key=name, properties=sent)
     by_broker = await dead(backend, name)
     assert await backend.purge(f"{name}.dlq") == 1
-    async with backend.subscribe(spec(name)) as subscription:
-        stale = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=SystemClock().time() - 1)
-        # Past the broker: nothing in the properties makes it expire by itself.
-        backend._specs[name] = QueueSpec(name=name)
-        await backend.publish(name, [stale])
-        backend._specs[name] = QueueSpec(name=name, dead_letter=f"{name}.dlq")
-        receiving = asyncio.ensure_future(subscription.receive(1))
-        by_consumer = await dead(backend, name)
-        receiving.cancel()
+    stale = Envelope("a", b"x", {"h": "1"}, key="k", expires_at=SystemClock().time() - 1)
+    backend._topology.expiring.clear()  # the broker must not let this one expire
+    await backend.publish(name, [stale])
+
+    @consume(name)
+    async def handle(body: bytes) -> None:
+        raise AssertionError("an expired message is not handled")
+
+    service = QueueService(
+        Settings(type="rabbitmq", url=rabbitmq_url),
+        backend=RabbitMQBackend(rabbitmq_url, quorum=backend._quorum),
+    )
+    service.register(handle)
+    async with service:
+        by_service = await dead(backend, name)
     facts = [
-        replace(item, first_failed_at=0.0, last_failed_at=0.0) for item in (by_broker, by_consumer)
+        replace(item, first_failed_at=0.0, last_failed_at=0.0) for item in (by_broker, by_service)
     ]
     assert facts[0] == facts[1]
     assert by_broker.reason == Reason.TTL_EXPIRED

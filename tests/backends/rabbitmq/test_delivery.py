@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiormq
 import pytest
 
 from qkit import QueueService, Settings, consume
+from qkit._internal.clock import SystemClock
 from qkit._internal.ids import new_id
 from qkit.backend import (
     Delivery,
     QueueSpec,
 )
+from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq import subscription as subscription_module
 from qkit.backends.rabbitmq.backend import RabbitMQBackend
 from qkit.backends.rabbitmq.subscription import RabbitSubscription
@@ -25,10 +29,11 @@ from qkit.errors import (
     QueueNotFound,
     SubscriptionLost,
 )
-from qkit.message import DeadLetter, Envelope, Reason, Sent
+from qkit.message import Envelope, Reason, Sent
 from tests.support.rabbitmq import (
     dead,
     declare,
+    has_depth,
     is_,
     ready,
     spec,
@@ -177,7 +182,7 @@ async def test_what_was_prefetched_goes_back_when_a_consumer_stops(
     await backend.publish(name, [Envelope(str(number), b"x") for number in range(10)])
     async with backend.subscribe(spec(name, prefetch=8)) as subscription:
         (held,) = await take(subscription)
-        await eventually(lambda: len(subscription._waiting) == 7)
+        await eventually(lambda: len(subscription._arrivals) == 7)
         await subscription.stop()
         await eventually(lambda: is_(ready(raw, name), 9))
         await subscription.ack(held)
@@ -215,6 +220,48 @@ async def test_a_consumer_that_nobody_asks_does_not_keep_messages_from_others(
         assert done, "the paused one consumes again when it is asked"
         for task in pending:
             task.cancel()
+
+
+async def test_prefetched_messages_go_back_uncharged_although_stop_was_cancelled(
+    quorum: RabbitMQBackend, name: str
+) -> None:
+    await declare(quorum, name)
+    await quorum.publish(name, [Envelope(str(number), b"x") for number in range(5)])
+    async with quorum.subscribe(spec(name)) as subscription:
+        await eventually(lambda: len(subscription._arrivals) == 5)
+        stopping = asyncio.ensure_future(subscription.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+    async with quorum.subscribe(spec(name)) as again:
+        found = await take(again, 5)
+        assert [delivery.envelope.id for delivery in found] == list("01234")
+        assert {delivery.envelope.attempt for delivery in found} == {1}
+
+
+async def test_an_unclaimed_message_of_which_no_copy_can_be_sent_goes_back_itself(
+    quorum: RabbitMQBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not stay with a consumer that is paused."""
+    monkeypatch.setattr(subscription_module, "UNRECEIVED_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(subscription_module, "REQUEUE_DELAY_SECONDS", 0.05)
+    await declare(quorum, name)
+    failed = 0
+
+    async def fail(*arguments: object) -> None:
+        nonlocal failed
+        failed += 1
+        raise BackendUnavailable("no copy can be sent")
+
+    async with quorum.subscribe(spec(name)) as paused:
+        paused._republish = fail
+        await quorum.publish(name, [Envelope("a", b"x")])
+        await eventually(lambda: failed)
+        async with quorum.subscribe(spec(name)) as other:
+            (delivery,) = await take(other)
+            assert delivery.envelope.id == "a"
+            await other.ack(delivery)
 
 
 @pytest.mark.proves("003-speed-2")
@@ -290,14 +337,12 @@ async def test_acks_in_any_order_settle_exactly_what_was_acknowledged(
     assert {envelope.id for envelope in await backend.peek(name, 300)} == kept
 
 
-async def test_a_crash_is_counted_and_the_last_one_buries_the_message(
-    quorum: RabbitMQBackend, name: str
+async def test_a_message_whose_every_delivery_crashed_is_refused_by_the_service(
+    quorum: RabbitMQBackend, rabbitmq_url: str, name: str
 ) -> None:
-    letters: list[DeadLetter] = []
-    quorum.on_dead_letter(letters.append)
-    await declare(quorum, name, max_deliveries=2)
-    await quorum.publish(name, [Envelope("killer", b"x")])
-    for attempt in (1, 2):
+    await declare(quorum, name)
+    await quorum.publish(name, [Envelope("killer", b"1")])
+    for attempt in (1, 2, 3):
         async with quorum.subscribe(spec(name)) as subscription:
             (delivery,) = await take(subscription)
             assert delivery.envelope.attempt == attempt
@@ -305,12 +350,58 @@ async def test_a_crash_is_counted_and_the_last_one_buries_the_message(
             await subscription._channel.close()  # as if the process were gone
             with pytest.raises(SubscriptionLost):
                 await subscription.receive(1)
-    async with quorum.subscribe(spec(name)) as subscription:
-        receiving = asyncio.ensure_future(subscription.receive(1))
-        await eventually(lambda: letters)
-        receiving.cancel()
-    (letter,) = letters
-    assert (letter.reason, letter.attempts) == (Reason.MAX_RETRIES_EXCEEDED, 2)
-    assert (letter.message_id, letter.error_type) == ("killer", "Crashed")
-    assert await dead(quorum, name) == letter
-    assert (await quorum.stats(name)).depth == 0
+    async with refusing_service(rabbitmq_url, name, retry={"max_attempts": 3}) as service:
+        letter = await dead(quorum, name)
+        await eventually(lambda: has_depth(quorum, name, 0))
+        assert service.metrics().messages_dead_lettered == 1
+    assert (letter.reason, letter.attempts) == (Reason.MAX_RETRIES_EXCEEDED, 3)
+    assert (letter.message_id, letter.error_type) == ("killer", "LeaseExpired")
+
+
+async def test_an_expired_message_is_delivered_and_never_sent_to_wait(
+    backend: RabbitMQBackend, raw: aiormq.Channel, name: str
+) -> None:
+    """The service writes its dead letter at once, also if it was to be handled later."""
+    await declare(backend, name)
+    now = SystemClock().time()
+    expired = Envelope("a", b"1", expires_at=now - 1)
+    facts = codec.encode(expired, now=now, priority=None, expire=False, due=now + 3600)
+    await raw.basic_publish(b"1", routing_key=name, properties=facts)
+    async with backend.subscribe(spec(name)) as subscription:
+        (delivery,) = await take(subscription)
+        assert delivery.envelope.attempt == 1
+        assert delivery.envelope.expires_at == pytest.approx(now - 1, abs=0.01)
+        await subscription.ack(delivery)
+
+
+async def test_the_letter_of_an_expired_message_goes_to_a_new_queue_if_its_own_was_deleted(
+    backend: RabbitMQBackend, raw: aiormq.Channel, rabbitmq_url: str, name: str
+) -> None:
+    await declare(backend, name)
+    backend._topology.expiring.clear()  # otherwise the broker lets it expire in a quorum queue
+    async with refusing_service(rabbitmq_url, name, quorum=backend._quorum) as service:
+        await raw.queue_delete(f"{name}.dlq")
+        await backend.publish(name, [Envelope("a", b"1", expires_at=SystemClock().time() - 1)])
+        await eventually(lambda: service.metrics().messages_dead_lettered == 1)
+        letter = await dead(backend, name)
+    assert (letter.reason, letter.attempts) == (Reason.TTL_EXPIRED, 0)
+
+
+@contextlib.asynccontextmanager
+async def refusing_service(
+    url: str, name: str, *, quorum: bool = True, **settings: Any
+) -> AsyncIterator[QueueService]:
+    """A service whose handler must not be called."""
+    called: list[int] = []
+
+    @consume(name)
+    async def handle(number: int) -> None:
+        called.append(number)
+
+    service = QueueService(
+        Settings(type="rabbitmq", url=url, **settings), backend=RabbitMQBackend(url, quorum=quorum)
+    )
+    service.register(handle)
+    async with service:
+        yield service
+    assert called == []

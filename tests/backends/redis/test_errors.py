@@ -167,7 +167,9 @@ async def test_no_call_lets_an_error_of_the_driver_out(
     await backend.aclose()
 
 
-@pytest.mark.parametrize("settle", ["ack", "ack_many", "release", "extend", "receive"])
+@pytest.mark.parametrize(
+    "settle", ["ack", "ack_many", "release", "extend", "extend_many", "receive"]
+)
 async def test_no_settlement_lets_an_error_of_the_driver_out(
     redis_url: str, settle: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ async def test_no_settlement_lets_an_error_of_the_driver_out(
             "ack_many": lambda: subscription.ack_many([delivery]),
             "release": lambda: subscription.release(delivery, 0.0),
             "extend": lambda: subscription.extend(delivery, 1.0),
+            "extend_many": lambda: subscription.extend_many([delivery], 1.0),
             "receive": lambda: subscription.receive(1),
         }
 

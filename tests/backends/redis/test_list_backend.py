@@ -25,6 +25,7 @@ from qkit.backend import (
     DeadLetterSource,
     Delivery,
     DroppedLetterSource,
+    ExtendMany,
     QueueSpec,
     SubscriptionSpec,
 )
@@ -36,6 +37,7 @@ from qkit.backends.redis.list_backend import RedisListBackend
 from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import (
+    AckDeadlineExceeded,
     BackendUnavailable,
     MessageNotFound,
     QueueError,
@@ -46,6 +48,7 @@ from qkit.errors import (
     Unsupported,
 )
 from qkit.message import DeadLetter, Envelope, Reason
+from qkit.observability import settlement_failures
 from tests.support.waiting import eventually
 
 
@@ -105,7 +108,7 @@ async def test_what_another_program_pushed_is_consumed(
         assert [delivery.envelope.body for delivery in found] == odd
         assert len({delivery.envelope.id for delivery in found}) == len(odd)
         assert {delivery.envelope.attempt for delivery in found} == {1}
-        await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+        assert await subscription.ack_many(found) == [None] * len(found)
 
 
 async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
@@ -127,28 +130,98 @@ async def test_a_foreign_message_wakes_a_parked_consumer_and_keeps_its_id(
 
 
 async def test_a_foreign_message_that_kills_its_consumer_is_counted(
-    backend: RedisListBackend, raw: Any, name: str
+    backend: RedisListBackend, redis_url: str, raw: Any, name: str
 ) -> None:
-    letters: list[DeadLetter] = []
-    backend.on_dead_letter(letters.append)
-    await backend.declare(QueueSpec(name=f"{name}.dlq", max_depth=10, drop_oldest=True))
-    await backend.declare(QueueSpec(name=name, max_deliveries=2, dead_letter=f"{name}.dlq"))
-    await raw.rpush(name, b"killer")
+    async def handle(body: int) -> None:
+        raise AssertionError("it was delivered too often")
+
+    await backend.declare(QueueSpec(name=name))
+    await raw.rpush(name, b"1")
     async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
-        assert (await take(subscription))[0].envelope.attempt == 1
-        assert (await take(subscription))[0].envelope.attempt == 2
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                assert not await subscription.receive(1)
-    (letter,) = letters
+        for attempt in (1, 2, 3):
+            assert (await take(subscription))[0].envelope.attempt == attempt
+        async with service_of(redis_url, consume(name)(handle), max_attempts=3) as service:
+            (letter,) = await letters_of(service, name)
     assert (letter.channel, letter.reason, letter.attempts) == (
         name,
         Reason.MAX_RETRIES_EXCEEDED,
-        2,
+        3,
     )
     assert letter.error_type == "LeaseExpired"
-    (kept,) = await backend.peek(f"{name}.dlq", 10)
-    assert DeadLetter.from_envelope(kept) == letter
+
+
+def service_of(url: str, *handlers: Any, max_attempts: int = 3, **values: Any) -> QueueService:
+    service = QueueService(
+        Settings(type="redis", mode="list", url=url, retry={"max_attempts": max_attempts}, **values)
+    )
+    for handler in handlers:
+        service.register(handler)
+    return service
+
+
+async def letters_of(service: QueueService, name: str, count: int = 1) -> list[DeadLetter]:
+    found: list[DeadLetter] = []
+
+    async def enough() -> bool:
+        found[:] = await service.dead_letters(name).list()
+        return len(found) >= count
+
+    await eventually(enough)
+    return found
+
+
+async def test_what_expired_or_crashed_too_often_is_delivered_as_it_is(
+    backend: RedisListBackend, raw: Any, name: str
+) -> None:
+    """The backend dead-letters nothing: the service above it does."""
+    letters = f"{name}.dlq"
+    await backend.declare(QueueSpec(name=letters, max_depth=10, drop_oldest=True))
+    await backend.declare(
+        QueueSpec(name=name, max_deliveries=1, dead_letter=letters, consumed=True)
+    )
+    await raw.hset(f"{{{name}}}:meta", "max_deliveries", 1)  # as earlier versions stored it
+    await backend.publish(name, [Envelope("old", b"x", expires_at=1.0), Envelope("new", b"x")])
+    async with backend.subscribe(spec(name, ack_deadline=0.1)) as subscription:
+        for attempt in (1, 2, 3):
+            old, new = await take(subscription, 2)
+            assert (old.envelope.id, old.envelope.expires_at) == ("old", 1.0)
+            assert new.envelope.id == "new"
+            assert (old.envelope.attempt, new.envelope.attempt) == (attempt, attempt)
+    assert await backend.peek(letters, 10) == []
+
+
+async def test_an_expired_message_whose_dead_letter_cannot_be_written_is_held_and_reported(
+    redis_url: str, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settlement_failures, "UNHEALTHY_AFTER_SECONDS", 0.2)
+    handled: list[int] = []
+
+    @consume(name, concurrency=2)
+    async def handle(number: int) -> None:
+        handled.append(number)
+
+    letters, kept = f"{{{name}.dlq}}:meta", f"{name}-kept"
+    async with service_of(redis_url, handle, ack_deadline=1.0) as service:
+        await raw.rename(letters, kept)
+        await raw.set(letters, "no hash")  # so that every write fails
+        await raw.rpush(name, b"qk1 a - 0 1 0 -\n\n1")
+        await eventually(lambda: service.health_check().consumers[0].failing)
+        assert "dead letters cannot be written" in str(service.health_check().consumers[0].failing)
+        assert not service.ready
+        await service.send(name, 2)
+        await eventually(lambda: handled == [2])
+        assert not service.ready, "others are settled, that one is not"
+        await raw.rename(kept, letters)
+        await eventually(lambda: service.ready)
+        (letter,) = await letters_of(service, name)
+        assert (letter.message_id, letter.attempts) == ("a", 0)
+        assert letter.reason == Reason.TTL_EXPIRED
+        await eventually(lambda: _is(depths(service, name), (0, 0)))
+
+
+async def depths(service: QueueService, name: str) -> tuple[int, int | None]:
+    stats = await service.stats(name)
+    return stats.depth, stats.in_flight
 
 
 async def test_what_is_pushed_to_a_topic_s_name_reaches_each_group(
@@ -269,25 +342,24 @@ async def test_a_person_can_read_what_qkit_sent(
     ],
 )
 def test_a_frame_comes_back_as_it_was(envelope: Envelope) -> None:
-    found, spent = codec.decode(codec.encode(envelope, 1))
-    assert (found, spent) == (envelope, False)
+    assert codec.decode(codec.encode(envelope, 1)) == envelope
 
 
 @pytest.mark.parametrize("line", [b"[]", b"{", b"[" * 100_000, b"null"])
 def test_headers_that_are_none_leave_the_body(line: bytes) -> None:
-    found, _ = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
+    found = codec.decode(b"qk1 a - 0 0 0 -\n" + line + b"\nbody")
     kept = {"headers": base64.b64encode(line).decode()}
     assert found.headers == {"qkit-raw": json.dumps(kept)}
     assert found.body == b"body"
 
 
 def test_what_utf_8_cannot_encode_is_replaced_and_the_bytes_are_kept() -> None:
-    found, _ = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
+    found = codec.decode(b'qk1 %FF%FE - 0 0 0 =k%FF\n{"lone":"\\ud800"}\nbody')
     assert (found.id, found.key) == (r"\xff\xfe", r"k\xff")
     assert found.headers["lone"] == r"\ud800"
     raw = json.loads(found.headers["qkit-raw"])
     assert raw == {"id": "//4=", "key": "a/8="}
-    again, _ = codec.decode(codec.encode(found))
+    again = codec.decode(codec.encode(found))
     assert (again.id, again.key, again.headers) == (found.id, found.key, found.headers)
 
 
@@ -360,6 +432,40 @@ async def test_a_consumer_that_lets_its_leases_go_gets_its_slots_back(
     async with backend.subscribe(spec(name, prefetch=1, ack_deadline=0.2)) as subscription:
         for attempt in (1, 2, 3):
             assert (await take(subscription))[0].envelope.attempt == attempt
+
+
+async def test_a_settled_delivery_frees_its_slot_at_once(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abc"])
+    async with backend.subscribe(spec(name, prefetch=1, ack_deadline=120)) as subscription:
+        (first,) = await take(subscription)
+        for settle in (subscription.ack, lambda item: subscription.release(item, 60.0)):
+            receiving = asyncio.ensure_future(subscription.receive(5))
+            await asyncio.sleep(0.05)
+            assert not receiving.done()
+            await settle(first)
+            async with asyncio.timeout(10):
+                (first,) = await receiving
+        assert first.envelope.id == "c"
+
+
+async def test_what_a_cancelled_receive_claimed_goes_back_in_order_and_uncharged(
+    backend: RedisListBackend, name: str
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abcd"])
+    async with backend.subscribe(spec(name)) as subscription:
+        receiving = asyncio.ensure_future(subscription.receive(3))
+        await asyncio.sleep(0)
+        assert subscription._fetching is not None
+        receiving.cancel()
+        await eventually(lambda: subscription._fetching is None and not subscription._tasks)
+        assert subscription.held == {}
+        found = await take(subscription, 4)
+    assert [delivery.envelope.id for delivery in found] == list("abcd")
+    assert {delivery.envelope.attempt for delivery in found} == {1}
 
 
 async def test_every_parked_consumer_hears_of_a_batch(
@@ -641,6 +747,63 @@ async def test_a_delivery_is_settled_once(backend: RedisListBackend, name: str) 
             await subscription.extend(delivery, 1.0)
 
 
+async def test_leases_are_extended_together_in_one_call(
+    backend: RedisListBackend, raw: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await backend.declare(QueueSpec(name=name))
+    await backend.publish(name, [Envelope(id, b"x") for id in "abc"])
+    async with backend.subscribe(spec(name, ack_deadline=120)) as subscription:
+        assert isinstance(subscription, ExtendMany)
+        held, settled, lost = await take(subscription, 3)
+        lease = f"{{{name}}}:lease"
+        await subscription.ack(settled)
+        await raw.zrem(lease, lost.receipt)
+        before = await raw.zscore(lease, held.receipt)
+        calls: list[Any] = []
+        run = backend.connection.run
+
+        async def counted(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return await run(*arguments)
+
+        monkeypatch.setattr(backend.connection, "run", counted)
+        good, twice, late = await subscription.extend_many([held, settled, lost], 600)
+        assert len(calls) == 1
+        assert good is None
+        assert isinstance(twice, MessageNotFound)
+        assert isinstance(late, AckDeadlineExceeded)
+        assert await raw.zscore(lease, held.receipt) >= before + 400_000
+        assert set(subscription.held) == {held.receipt}
+
+
+async def test_a_service_renews_all_its_leases_in_one_call(
+    backend: RedisListBackend, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[int] = []
+    run = backend.connection.run
+
+    async def counted(script: Any, keys: Any, *arguments: Any) -> Any:
+        if script is lifecycle.EXTEND:
+            tokens.append(len(arguments) // 2)
+        return await run(script, keys, *arguments)
+
+    monkeypatch.setattr(backend.connection, "run", counted)
+    done = asyncio.Event()
+
+    @consume(name, concurrency=20)
+    async def handle(number: int) -> None:
+        await done.wait()
+
+    settings = Settings(type="redis", mode="list", url="redis://localhost/", ack_deadline=3.0)
+    service = QueueService(settings, backend=backend)
+    service.register(handle)
+    async with service:
+        await service.send_many(name, list(range(20)))
+        await eventually(lambda: sum(tokens) >= 40)
+        done.set()
+    assert len(tokens) <= 4
+
+
 # Limits
 
 
@@ -707,7 +870,7 @@ async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
         while len(got) < 2_500:
             found = await take(subscription, 1)
             found += await subscription.receive(999) if len(got) < 2_499 else []
-            await asyncio.gather(*(subscription.ack(delivery) for delivery in found))
+            assert await subscription.ack_many(found) == [None] * len(found)
             got += [int(delivery.envelope.body) for delivery in found]
     assert got == list(range(2_500))
 
@@ -717,8 +880,9 @@ async def test_more_than_the_server_takes_at_once_is_filed_bit_by_bit(
 
 def test_it_offers_the_whole_boundary() -> None:
     backend = RedisListBackend("redis://localhost/")
-    for protocol in (Admin, DeadLetterSource, DroppedLetterSource):
+    for protocol in (Admin, DroppedLetterSource):
         assert isinstance(backend, protocol)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
     assert len(lifecycle.SEND.sha) == 40
 
 

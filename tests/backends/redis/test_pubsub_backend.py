@@ -14,7 +14,14 @@ import redis.asyncio
 
 from qkit import Channel, QueueService, Settings, consume
 from qkit._internal.clock import SystemClock
-from qkit.backend import Admin, DeadLetterSource, Delivery, QueueSpec, SubscriptionSpec
+from qkit.backend import (
+    Admin,
+    DeadLetterSource,
+    Delivery,
+    DroppedLetterSource,
+    QueueSpec,
+    SubscriptionSpec,
+)
 from qkit.backends.factory import open_backend
 from qkit.backends.redis import codec, pubsub_publisher, pubsub_subscription
 from qkit.backends.redis.pubsub_backend import RedisPubSubBackend
@@ -336,6 +343,29 @@ async def test_what_is_released_comes_again_before_the_others(
             await subscription.ack(again)
 
 
+async def test_what_is_released_keeps_the_order_of_delivery(
+    backend: RedisPubSubBackend, name: str
+) -> None:
+    async with backend.subscribe(spec(name)) as subscription:
+        await backend.publish(name, [Envelope(id, b"x") for id in "abcd"])
+        first, second, third = await take(subscription, 3)
+        for delivery in (second, first, third):
+            await subscription.release(delivery, 0.0)
+        found = await take(subscription, 4)
+    assert [delivery.envelope.id for delivery in found] == list("abcd")
+
+
+async def test_a_delivery_is_settled_only_by_its_own_subscription(
+    backend: RedisPubSubBackend, name: str
+) -> None:
+    async with backend.subscribe(spec(name)) as one, backend.subscribe(spec(name)) as two:
+        await backend.publish(name, [Envelope("a", b"x")])
+        (delivery,) = await take(one)
+        with pytest.raises(MessageNotFound):
+            await two.ack(delivery)
+        await one.ack(delivery)
+
+
 async def test_a_paused_channel_keeps_what_it_hears(redis_url: str, name: str) -> None:
     got: list[int] = []
 
@@ -500,7 +530,7 @@ async def test_a_slow_handler_bounds_what_waits_here_and_loses_nothing_in_time(
         # Beyond the limit there is at most what was read at once: 256 KiB.
         assert (
             pubsub_subscription.MESSAGES
-            <= len(subscription._waiting)
+            <= len(subscription._arrivals)
             <= pubsub_subscription.MESSAGES + 300
         )
         assert "no more are read" in caplog.text
@@ -539,8 +569,9 @@ async def test_a_subscriber_that_is_too_slow_is_hung_up_on_and_hears_what_it_had
 def test_it_offers_the_boundary_and_the_dead_letters() -> None:
     backend = RedisPubSubBackend("redis://localhost/")
     assert isinstance(backend, Admin)
-    assert isinstance(backend, DeadLetterSource)
-    assert codec.decode(b"x")[0].id == codec.FOREIGN
+    assert isinstance(backend, DroppedLetterSource)
+    assert not isinstance(backend, DeadLetterSource), "it writes no dead letter by itself"
+    assert codec.decode(b"x").id == codec.FOREIGN
 
 
 def test_settings_choose_it_also_without_a_mode() -> None:

@@ -272,5 +272,5 @@ def test_a_queue_does_what_its_model_does() -> None:
 @pytest.mark.torture
 @pytest.mark.timeout(1800)  # a busy machine takes far more than the suite's limit
 def test_a_queue_does_what_its_model_does_at_length() -> None:
-    """RELIABILITY row 8, the crash and reopening apart: in memory there is nothing to reopen."""
+    """2,000 random histories, without crash and reopening: a queue in memory has no files."""
     run_state_machine_as_test(QueueModel, settings=settings(ORDINARY, max_examples=2000))

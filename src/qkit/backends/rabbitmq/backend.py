@@ -115,7 +115,6 @@ class RabbitMQBackend(RabbitMQAdmin):
         self._bound: set[str] = set()  # what others made, where delayed messages now come out
         self._specs: dict[str, QueueSpec] = {}
         self._groups: dict[str, set[str]] = {}  # of topics, as far as this service knows them
-        self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
@@ -321,9 +320,7 @@ class RabbitMQBackend(RabbitMQAdmin):
                 queue,
                 clock=self._clock,
                 republish=self._republish,
-                write_dead_letter=self._dead_letter,
                 copies=self._quorum,
-                max_deliveries=None if declared is None else declared.max_deliveries,
             )
             try:
                 await subscription.open()
@@ -358,34 +355,12 @@ class RabbitMQBackend(RabbitMQAdmin):
         await self._sending.aclose()
         await self._consuming.aclose()
 
-    # DeadLetterSource, DroppedLetterSource
-
-    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each message that a consumer here found expired or crashing.
-
-        What the broker itself takes out of a queue it tells nobody; it is among the dead letters.
-        """
-        self._callbacks.append(callback)
+    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
+    # writes its dead letter. What the broker itself takes out of a queue is reported to no one.
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that this service pushed out by another."""
         self._drop_callbacks.append(callback)
-
-    async def _dead_letter(self, letter: DeadLetter) -> None:
-        """Write a dead letter, into a new queue if its own was deleted; then tell callbacks."""
-        spec = self._specs.get(letter.channel)
-        target = None if spec is None else spec.dead_letter
-        if target is not None:
-            try:
-                await self.publish(target, [letter.to_envelope()])
-            except QueueNotFound:  # it was deleted, and a dead letter must not wait
-                await self.declare(
-                    self._specs.get(target)
-                    or QueueSpec(name=target, drop_oldest=True, max_depth=10_000)
-                )
-                await self.publish(target, [letter.to_envelope()])
-        for callback in self._callbacks:
-            callback(letter)
 
 
 def _version(text: str) -> tuple[int, ...]:

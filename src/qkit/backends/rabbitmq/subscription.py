@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,8 +15,9 @@ from pamqp.commands import Basic
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
-from qkit._internal.tasks import cancel_and_wait
+from qkit._internal.tasks import cancel_and_wait, run_to_completion
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.common.errors import subscription_broke
 from qkit.backends.rabbitmq import codec
 from qkit.backends.rabbitmq.ack_batcher import AckBatcher
@@ -25,20 +25,14 @@ from qkit.backends.rabbitmq.connection import ReconnectingConnection, close
 from qkit.backends.rabbitmq.driver import closing_future
 from qkit.backends.rabbitmq.errors import BACKEND, DRIVER_ERRORS, to_queue_error
 from qkit.errors import QueueError, SubscriptionLost, Unsupported
-from qkit.message import DeadLetter, Envelope, Reason, TimeToLiveExpired
+from qkit.message import Envelope
 
 __all__ = ["RabbitSubscription", "ReceivedMessage"]
 
-#: Between two attempts to write a dead letter.
-DEAD_LETTER_RETRY_SECONDS: Final = 1.0
 #: Until a message of which no copy could be sent goes back to the queue.
 REQUEUE_DELAY_SECONDS: Final = 1.0
 #: Until messages that the broker pushed and no caller receives go back to the queue.
 UNRECEIVED_RETURN_SECONDS: Final = 1.0
-
-
-class Crashed(Exception):
-    """The consumers that were given the message died, or lost their connection."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +50,6 @@ class ReceivedMessage:
 
 
 Republish = Callable[[str, Envelope, Basic.Properties, float], Awaitable[None]]
-WriteDeadLetter = Callable[[DeadLetter], Awaitable[None]]
 
 
 class RabbitSubscription:
@@ -74,30 +67,28 @@ class RabbitSubscription:
         *,
         clock: Clock,
         republish: Republish,
-        write_dead_letter: WriteDeadLetter,
         copies: bool,
-        max_deliveries: int | None,
     ) -> None:
         self._connection = connection
         self._spec = spec
         self._queue = queue
         self._clock = clock
         self._republish = republish
-        self._write_dead_letter = write_dead_letter
         self._copies = copies
-        self._max_deliveries = max_deliveries
         self._channel: Channel | None = None
         self._tag: str | None = None
         self._acks: AckBatcher | None = None
-        self._waiting: deque[ReceivedMessage] = deque()  # pushed by the broker, not yet received
-        self._held: set[ReceivedMessage] = set()  # received, not yet settled
-        self._receivers = 0
-        self._arrived = asyncio.Event()
-        self._return_timer: asyncio.TimerHandle | None = None
+        self._held: set[ReceivedMessage] = set()  # received or being given back, not yet settled
+        # Others should get what a paused consumer does not receive. One that holds deliveries is
+        # busy, and will receive again.
+        self._arrivals: Arrivals[ReceivedMessage] = Arrivals(
+            unclaimed=self._return_unclaimed,
+            after=UNRECEIVED_RETURN_SECONDS,
+            busy=lambda: bool(self._held),
+        )
         self._changing = asyncio.Lock()  # of the consumer on the broker
         self._lost: SubscriptionLost | None = None
         self._loss_callbacks: list[Callable[[Sequence[Delivery]], None]] = []
-        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -123,11 +114,8 @@ class RabbitSubscription:
     async def _deliver(self, message: DeliveredMessage) -> None:
         tag = message.delivery_tag
         assert tag is not None
-        self._waiting.append(ReceivedMessage(tag, message))
-        if self._receivers:
-            self._arrived.set()
-        else:
-            self._start_return_timer()
+        if self._lost is None:  # otherwise the broker delivers it again
+            self._arrivals.put([ReceivedMessage(tag, message)])
 
     def _channel_closed(self, closing: asyncio.Future[object]) -> None:
         error: BaseException | None = None
@@ -142,20 +130,12 @@ class RabbitSubscription:
     def _lose(self, said: str, error: BaseException | None = None) -> None:
         if self._lost is None:
             self._lost = subscription_broke(BACKEND, self._spec.queue, said, error)
+            self._arrivals.fail(self._lost, drop=True)  # a dead channel settles nothing
             self._report()
-        self._arrived.set()
 
     def on_lost(self, callback: Callable[[Sequence[Delivery]], None]) -> None:
         """Call ``callback`` with what is held when the subscription breaks: it comes again."""
         self._loss_callbacks.append(callback)
-
-    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` when a dead letter cannot be written here, and when that is over."""
-        self._settlement_callbacks.append(callback)
-
-    def _tell(self, what: str, error: Exception | None) -> None:
-        for callback in self._settlement_callbacks:
-            callback(what, error)
 
     def _report(self) -> None:
         lost = [received.delivery for received in self._held if received.delivery is not None]
@@ -171,47 +151,21 @@ class RabbitSubscription:
         Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted. Taking and
         returning are one step of the loop, so a cancelled call has taken nothing.
         """
-        self._receivers += 1
-        if self._return_timer is not None:
-            self._return_timer.cancel()
-            self._return_timer = None
-        try:
-            while not self._stopped:
-                if self._lost is not None:
-                    raise self._lost
-                if self._waiting and (found := self._take(limit)):
-                    return found
-                if self._tag is None and not self._changing.locked():
-                    self._spawn(self._resume())
-                self._arrived.clear()
-                await self._arrived.wait()
-            return []
-        finally:
-            self._receivers -= 1
-            if self._waiting:
-                self._start_return_timer()
+        while received := await self._arrivals.take(limit, self._resume_soon):
+            if found := self._deliveries(received):
+                return found
+        return []
 
-    def _take(self, limit: int) -> list[Delivery]:
+    def _deliveries(self, taken: list[ReceivedMessage]) -> list[Delivery]:
         found: list[Delivery] = []
         now = self._clock.time()
-        waiting = self._waiting
-        while waiting and len(found) < limit:
-            received = waiting.popleft()
+        for received in taken:
             envelope = codec.decode(received.properties, received.message.body)
-            crashes = codec.deliveries(received.properties) if self._copies else 0
-            envelope.attempt += crashes
+            if self._copies:
+                envelope.attempt += codec.deliveries(received.properties)
             self._held.add(received)
-            if envelope.expires_at is not None and envelope.expires_at <= now:
-                self._spawn(self._dead_letter_and_ack(received, envelope, Reason.TTL_EXPIRED))
-                continue
-            most = self._max_deliveries
-            if crashes and most is not None and envelope.attempt >= most:
-                self._spawn(
-                    self._dead_letter_and_ack(received, envelope, Reason.MAX_RETRIES_EXCEEDED)
-                )
-                continue
-            due = codec.not_before(received.properties)
-            if due is not None and due > now:
+            due, expires = codec.not_before(received.properties), envelope.expires_at
+            if due is not None and due > now and (expires is None or expires > now):
                 self._spawn(self._wait_longer(received, envelope, due))
                 continue
             envelope.attempt += 1
@@ -219,27 +173,19 @@ class RabbitSubscription:
             found.append(delivery)
         return found
 
-    def _start_return_timer(self) -> None:
-        """Start the timer that gives messages back unless a caller receives them.
+    def _return_unclaimed(self, unclaimed: list[ReceivedMessage]) -> None:
+        self._held.update(unclaimed)  # if it is left before they are given back, ``leave`` does it
+        self._spawn(self._suspend(unclaimed))
 
-        A paused consumer must not keep messages from others. One that holds deliveries is busy
-        and will receive again.
-        """
-        if self._return_timer is None and not self._held and not self._stopped:
-            loop = asyncio.get_running_loop()
-            self._return_timer = loop.call_later(UNRECEIVED_RETURN_SECONDS, self._return_unreceived)
-
-    def _return_unreceived(self) -> None:
-        self._return_timer = None
-        if not self._receivers and not self._held and self._lost is None and not self._stopped:
-            self._spawn(self._suspend())
-
-    async def _suspend(self) -> None:
-        async with self._changing:
-            await self._cancel_consumer()
-            await self._return_waiting()
-        if self._receivers:
+    async def _suspend(self, unclaimed: list[ReceivedMessage]) -> None:
+        """Consume no more, and give these messages back, with those that arrive until then."""
+        await self._end_consumer(unclaimed)
+        if self._arrivals.receivers:
             await self._resume()
+
+    def _resume_soon(self, limit: int) -> None:
+        if self._tag is None and not self._changing.locked():
+            self._spawn(self._resume())
 
     async def _resume(self) -> None:
         async with self._changing:
@@ -250,46 +196,6 @@ class RabbitSubscription:
                     await self._consume()
             except DRIVER_ERRORS as error:
                 self._lose(to_queue_error(error, "receive").message, error)
-
-    # What never reaches a handler
-
-    async def _dead_letter_and_ack(
-        self, received: ReceivedMessage, envelope: Envelope, reason: Reason
-    ) -> None:
-        """Write a copy to the dead letters, then ack: a crash between them repeats both."""
-        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
-        if reason is Reason.MAX_RETRIES_EXCEEDED:
-            error = Crashed(
-                f"delivery {envelope.attempt} of {self._max_deliveries} was never settled: the "
-                "consumer crashed or lost its connection"
-            )
-        letter = DeadLetter.of(
-            envelope,
-            channel=self._spec.queue,
-            group=self._spec.group if self._spec.broadcast else None,
-            reason=reason,
-            error=error,
-            at=self._clock.time(),
-        )
-        what = f"the dead letter of delivery {received.tag} cannot be written"
-        try:
-            while self._lost is None:
-                try:
-                    await self._write_dead_letter(letter)
-                except QueueError as failure:
-                    logger.warning(
-                        "%s: no dead letter could be written, again in %.0f s: %s",
-                        self._spec.queue,
-                        DEAD_LETTER_RETRY_SECONDS,
-                        failure,
-                    )
-                    self._tell(what, failure)
-                    await asyncio.sleep(DEAD_LETTER_RETRY_SECONDS)
-                else:
-                    self._settle(received)
-                    return
-        finally:
-            self._tell(what, None)
 
     async def _wait_longer(self, received: ReceivedMessage, envelope: Envelope, due: float) -> None:
         again = self._encode_again(received, envelope, envelope.attempt, due)
@@ -386,12 +292,16 @@ class RabbitSubscription:
         if self._stopped:
             return
         self._stopped = True
-        self._arrived.set()
-        if self._return_timer is not None:
-            self._return_timer.cancel()
+        self._arrivals.stop()
+        await self._end_consumer([])
+
+    async def _end_consumer(self, returned: list[ReceivedMessage]) -> None:
+        """End the consumer on the broker, and give back what it pushed and no caller received."""
         async with self._changing:
-            await self._cancel_consumer()
-            await self._return_waiting()
+            await run_to_completion(self._cancel_consumer())  # cancelled, it closes the channel
+            returned = returned + self._arrivals.drain()
+            self._held.update(returned)
+            await self._give_back(returned)
 
     async def _cancel_consumer(self) -> None:
         """What is on its way still arrives: the broker's answer comes after it."""
@@ -402,20 +312,14 @@ class RabbitSubscription:
                     await self._channel.basic_cancel(tag)
             await asyncio.sleep(0)  # each delivery is a task of the driver's, begun before this
 
-    async def _return_waiting(self) -> None:
-        returned = list(self._waiting)
-        self._waiting.clear()
-        await self._give_back(returned)
-
     async def _give_back(self, returned: list[ReceivedMessage]) -> None:
         """Uncharged: a quorum queue counts what comes back to it, so there it is a copy."""
-        if self._lost is not None:
-            return
-        if not self._copies:
-            for received in returned:
-                self._requeue(received)
-            return
         for received in returned:
+            if self._lost is not None:
+                return
+            if not self._copies:
+                self._requeue(received)
+                continue
             envelope = codec.decode(received.properties, received.message.body)
             attempts = envelope.attempt + codec.deliveries(received.properties)
             again = self._encode_again(received, envelope, attempts)
@@ -430,6 +334,7 @@ class RabbitSubscription:
             async with asyncio.timeout(self._connection.parameters.timeout):
                 await self.stop()
                 await cancel_and_wait(self._tasks)
+                self._held.update(self._arrivals.drain())  # if ``stop`` was cancelled
                 await self._give_back(sorted(self._held, key=lambda received: received.tag))
                 if self._acks is not None:
                     await self._acks.flushed()

@@ -40,13 +40,15 @@ class AtMostOnceSubscription(ListSubscription):
         content = codec.encode(envelope, envelope.attempt - (not count_attempt))
         await self._release("", 0.0, content)
 
-    async def extend(self, delivery: Delivery, seconds: float) -> None:
-        """There is nothing to extend."""
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Raise ``Unsupported``: there are no leases."""
         raise Unsupported(
             "there are no leases with reliable=false",
             backend=BACKEND,
             operation="extend",
-            queue=delivery.queue,
+            queue=self._keys.queue,
         )
 
     def _forget(self, delivery: Delivery, operation: str) -> None:

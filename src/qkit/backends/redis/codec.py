@@ -24,7 +24,7 @@ __all__ = ["FOREIGN", "batches", "decode", "encode", "wire_id"]
 FOREIGN: Final = "foreign"  # the id of what another program wrote, until somebody gives it one
 
 _HEAD: Final = re.compile(
-    rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})(!?) ([-=]\S*)\n([^\n]*)\n"
+    rb"qk1 (\S+) (-|\d{1,9}) (\d{1,15}) (\d{1,15}) (\d{1,9})!? ([-=]\S*)\n([^\n]*)\n"
 )
 # Most messages have nothing but an id and a body, and reading one costs as much as handling it.
 _BARE: Final = re.compile(rb"qk1 ([0-9A-Za-z]+) - 0 0 (\d{1,9}) -\n\n")
@@ -78,19 +78,22 @@ def encode(envelope: Envelope, deliveries: int = 0, *, scheduled: bool = True) -
     return head.encode() + envelope.body
 
 
-def decode(frame: bytes) -> tuple[Envelope, bool]:
-    """The message in a frame, ``attempt`` as the deliveries so far; whether its last lease ran out.
+def decode(frame: bytes) -> Envelope:
+    """Return the message in a frame, with the deliveries so far as ``attempt``.
+
+    Earlier versions put a ``!`` behind the number of the last delivery that was allowed; it has no
+    meaning any more.
 
     >>> decode(b'qk1 0190 7 0 0 2! -\\n\\n{}')
-    (Envelope(id='0190', body=b'{}', headers={}, key=None, priority=7, ..., attempt=2), True)
+    Envelope(id='0190', body=b'{}', headers={}, key=None, priority=7, ..., attempt=2)
     """
     if (bare := _BARE.match(frame)) is not None:
         id, deliveries = bare.groups()
-        return Envelope(id.decode(), frame[bare.end() :], attempt=int(deliveries)), False
+        return Envelope(id.decode(), frame[bare.end() :], attempt=int(deliveries))
     found = _HEAD.match(frame)
     if found is None:
-        return Envelope(FOREIGN, frame, attempt=0), False
-    id, priority, due, expires, deliveries, spent, key, line = found.groups()
+        return Envelope(FOREIGN, frame, attempt=0)
+    id, priority, due, expires, deliveries, key, line = found.groups()
     raw: dict[str, bytes] = {}
     headers = _headers(line, raw) if line else {}
     text = _unquoted(id, "id", raw) if id != b"%" else ""
@@ -106,7 +109,7 @@ def decode(frame: bytes) -> tuple[Envelope, bool]:
         int(due) / 1000 if due != b"0" else None,
         int(expires) / 1000 if expires != b"0" else None,
         int(deliveries),
-    ), bool(spent)
+    )
 
 
 def _unquoted(text: bytes, entry: str, raw: dict[str, bytes]) -> str:

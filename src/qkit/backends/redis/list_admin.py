@@ -67,7 +67,7 @@ class ListAdmin:
         found = await self._ask(admin.PEEK, queue, "peek", limit)
         envelopes: list[Envelope] = []
         for at in range(0, len(found), 2):
-            envelope, _ = codec.decode(found[at + 1])
+            envelope = codec.decode(found[at + 1])
             if found[at]:
                 envelope.headers[GROUP] = found[at].decode()
             envelopes.append(envelope)

@@ -20,7 +20,7 @@ from qkit.backends.redis.list_publisher import ListPublisher
 from qkit.backends.redis.list_subscription import ListSubscription
 from qkit.backends.redis.queue_scripts import QueueScripts
 from qkit.backends.redis.scripts import lifecycle
-from qkit.errors import ConfigError, QueueNotFound
+from qkit.errors import ConfigError
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.settings.model import Settings
 
@@ -65,7 +65,6 @@ class RedisListBackend:
             self.connection, self._scripts, replicas=replicas, on_evicted=self._dropped
         )
         self._admin = ListAdmin(self.connection, self._scripts)
-        self._callbacks: list[Callable[[DeadLetter], None]] = []
         self._drop_callbacks: list[Callable[[DeadLetter], None]] = []
 
     # Backend
@@ -119,7 +118,7 @@ class RedisListBackend:
     @asynccontextmanager
     async def _subscription(self, spec: SubscriptionSpec) -> AsyncGenerator[ListSubscription, None]:
         with translate_errors("subscribe", spec.queue):
-            keys, max_deliveries = await self._join(spec)
+            keys = await self._join(spec)
             kind = ListSubscription if self._reliable else AtMostOnceSubscription
             subscription = kind(
                 self.connection,
@@ -128,8 +127,6 @@ class RedisListBackend:
                 spec,
                 lease=self._lease(spec),
                 clock=self._clock,
-                write_dead_letter=self._dead_letter,
-                max_deliveries=max_deliveries,
             )
             try:
                 await subscription.open()
@@ -146,14 +143,13 @@ class RedisListBackend:
             return 0.0
         return self._ack_deadline if spec.ack_deadline is None else max(0.001, spec.ack_deadline)
 
-    async def _join(self, spec: SubscriptionSpec) -> tuple[QueueKeys, int | None]:
+    async def _join(self, spec: SubscriptionSpec) -> QueueKeys:
         """Where the subscription's messages lie; a topic's group begins to receive by this."""
         keys = QueueKeys.of(spec.queue)
-        joined = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
-        if joined is None:
+        kind = await self._scripts.run_whole(lifecycle.JOIN, spec.queue, spec.group)
+        if kind is None:
             raise queue_not_found(spec.queue, "subscribe")
-        kind, *most = joined
-        return keys.of_group(spec.group) if kind == b"topic" else keys, most[0] if most else None
+        return keys.of_group(spec.group) if kind == b"topic" else keys
 
     async def ping(self) -> None:
         """Raise ``BackendUnavailable`` unless the server answers."""
@@ -203,34 +199,15 @@ class RedisListBackend:
         """Delete the queue with all that is in it."""
         await self._admin.delete(queue)
 
-    # DeadLetterSource, DroppedLetterSource
-
-    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each message whose lease or time to live ran out for good.
-
-        Only in the process whose consumer found it dead; also for one that was dropped because
-        its queue names no dead-letter queue.
-        """
-        self._callbacks.append(callback)
+    # DroppedLetterSource; not DeadLetterSource: an expired message is delivered, and the service
+    # writes the dead letter
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""
         self._drop_callbacks.append(callback)
 
-    async def _dead_letter(self, keys: QueueKeys, letter: DeadLetter) -> None:
-        target = await self.connection.command("HGET", keys.meta, "dead_letter")
-        if target:  # empty: the consumer wants none
-            name = target.decode()
-            try:
-                await self.publish(name, [letter.to_envelope()])
-            except QueueNotFound:  # somebody deleted it, and a dead letter must not wait for that
-                await self.declare(QueueSpec(name=name, drop_oldest=True, max_depth=10_000))
-                await self.publish(name, [letter.to_envelope()])
-        for callback in self._callbacks:
-            callback(letter)
-
     def _dropped(self, queue: str, content: bytes) -> None:
-        letter = DeadLetter.from_envelope(codec.decode(content)[0], channel=queue)
+        letter = DeadLetter.from_envelope(codec.decode(content), channel=queue)
         for callback in self._drop_callbacks:
             callback(letter)
 
@@ -252,12 +229,15 @@ def from_settings(settings: Settings, clock: Clock) -> RedisListBackend:
 
 
 def _declaration(spec: QueueSpec) -> list[str | int]:
-    """The default dead-letter queue, then the fields that are set, with their values."""
+    """The default dead-letter queue, then the fields that are set, with their values.
+
+    Only earlier versions read the name of the dead-letter queue. It is still written because they
+    may consume the same queue while services are replaced one by one.
+    """
     letters = spec.dead_letter or ""
     fields: dict[str, str | int | None] = {
         "max_depth": spec.max_depth,
         "max_priority": spec.max_priority,
-        "max_deliveries": spec.max_deliveries,
         "dead_letter": letters if spec.consumed else None,
         "drop_oldest": 1 if spec.drop_oldest else None,
     }

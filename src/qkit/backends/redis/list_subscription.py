@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any, Final
 
 from qkit._internal.clock import Clock
 from qkit._internal.logging import logger
 from qkit.backend import Delivery, SubscriptionSpec
-from qkit.backends.common.call_batcher import Gathered
+from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.common.errors import lease_lost, subscription_broke
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ReconnectingConnection, is_unknown_script
@@ -22,7 +22,7 @@ from qkit.backends.redis.lease_renewal import RedisLeaseRenewal
 from qkit.backends.redis.queue_scripts import DISTRIBUTE_FIRST, STALE_KEYS, QueueScripts
 from qkit.backends.redis.scripts import lifecycle
 from qkit.errors import AckDeadlineExceeded, QueueError, SubscriptionLost
-from qkit.message import DeadLetter, Envelope, LeaseExpired, Reason, TimeToLiveExpired
+from qkit.message import Envelope
 
 __all__ = ["ListSubscription"]
 
@@ -32,8 +32,6 @@ MAX_BLOCK_SECONDS: Final = 1.0
 SHORT_BLOCK_SECONDS: Final = 0.2  # after a claim that left nothing, before asking what is due
 MAX_CLAIM: Final = 1_000  # messages in one claim or acknowledgement
 UNBLOCK_TIMEOUT_SECONDS: Final = 2.0  # to end a blocking command; then its connection is closed
-
-WriteDeadLetter = Callable[[QueueKeys, DeadLetter], Awaitable[None]]
 
 
 class ListSubscription:
@@ -53,8 +51,6 @@ class ListSubscription:
         *,
         lease: float,
         clock: Clock,
-        write_dead_letter: WriteDeadLetter,
-        max_deliveries: int | None,
     ) -> None:
         self._connection = connection
         self._scripts = scripts
@@ -62,24 +58,18 @@ class ListSubscription:
         self._prefetch = spec.prefetch
         self._lease = lease
         self._clock = clock
-        self._write_dead_letter = write_dead_letter
-        self._max_deliveries = max_deliveries
         self.held: dict[str, float] = {}  # when the lease of each delivery ends, as we see it
-        self._claimed: list[Delivery] = []  # on their way to a receive
-        self._receivers = 0
+        self._arrivals: Arrivals[Delivery] = Arrivals(
+            unclaimed=self._return_claimed, left=self._cancel_slot_timer
+        )
         self._fetching: asyncio.Task[None] | None = None
-        self._broken: SubscriptionLost | None = None
+        self._slot_timer: asyncio.TimerHandle | None = None  # set while a receive waits for a slot
         self._drained = False  # the last claim left nothing behind
         self._blocking_connection: PipelinedConnection | None = None
         self._blocking_connection_id = 0
         self._blocked_until = 0.0
-        self._news = asyncio.Event()  # the fetch has ended
-        self._free = asyncio.Event()  # there may be a slot
-        self._settlement_callbacks: list[Callable[[str, Exception | None], None]] = []
         self._stopped = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._acks = Gathered(self._ack_all)
-        self._extensions = Gathered(self._extend_all)
         self._lease_renewal = RedisLeaseRenewal(connection.parameters, keys, lease, self.held)
 
     async def open(self) -> None:
@@ -101,30 +91,25 @@ class ListSubscription:
 
         Raises ``SubscriptionLost`` when the connection breaks or the queue is deleted.
         """
-        self._receivers += 1
-        try:
-            while not self._stopped:
-                if self._claimed:
-                    taken, self._claimed = self._claimed[:limit], self._claimed[limit:]
-                    return taken
-                if self._broken is not None:
-                    raise self._broken
-                if self._fetching is None and not self._fetch_soon(limit):
-                    await self._wait_for_slot()
-                else:
-                    self._news.clear()
-                    await self._news.wait()
-            return []
-        finally:
-            self._receivers -= 1
-            self._return_claimed()
+        return await self._arrivals.take(limit, self._ask)
 
-    def _fetch_soon(self, limit: int) -> bool:
-        """Begin to fetch, unless so much is held that nothing more may be."""
-        free = min(limit, self._slots(), MAX_CLAIM)
-        if free > 0:
-            self._fetching = asyncio.create_task(self._fetch(free), name="qkit redis fetch")
-        return free > 0
+    def _ask(self, limit: int) -> None:
+        """Start a fetch, or a timer for the first slot if the prefetch is used up."""
+        self._cancel_slot_timer()
+        if self._fetching is not None:
+            return
+        count = min(limit, self._slots(), MAX_CLAIM)
+        if count > 0:
+            self._fetching = asyncio.create_task(self._fetch(count), name="qkit redis fetch")
+            return
+        first = min(self.held.values()) + self._lease - self._clock.monotonic()
+        loop = asyncio.get_running_loop()
+        self._slot_timer = loop.call_later(max(0.001, first), self._arrivals.wake)
+
+    def _cancel_slot_timer(self) -> None:
+        if self._slot_timer is not None:
+            self._slot_timer.cancel()
+            self._slot_timer = None
 
     async def _fetch(self, count: int) -> None:
         try:
@@ -132,15 +117,16 @@ class ListSubscription:
             if self._drained:
                 await asyncio.sleep(0)  # first whoever waits for what the last claim brought
             else:
-                wait = await self._take(await self._claim(count), count)
-            while self._receivers and not self._claimed and not self._stopped:
-                wait = await self._take(await self._block(wait, count), count)
-        except Exception as error:  # whatever it was, a receive must hear of it
-            self._broken = self._lost(error)
+                wait = self._take(await self._claim(count), count)
+            while self._arrivals.receivers and not self._arrivals and not self._stopped:
+                wait = self._take(await self._block(wait, count), count)
+        except Exception as error:  # any error has to end a receive
+            self._arrivals.fail(self._lost(error), drop=False)
         finally:
             self._fetching = None
-            self._news.set()
-            self._return_claimed()
+            self._arrivals.wake()
+            if self._stopped:
+                self._return_claimed(self._arrivals.drain())
 
     async def _claim(self, count: int) -> Reply:
         """Claim up to ``count`` messages."""
@@ -182,8 +168,11 @@ class ListSubscription:
         said = error.message if isinstance(error, QueueError) else to_queue_error(error, "").message
         return subscription_broke(BACKEND, self._keys.queue, said, error)
 
-    async def _take(self, answer: Reply, count: int) -> float:
-        """Take over a claim, dead-letter what is dead; return how long to wait if nothing came."""
+    def _take(self, answer: Reply, count: int) -> float:
+        """Take over a claim; return how long to wait if it brought nothing.
+
+        What expired or crashed too often is delivered too: the service above dead-letters it.
+        """
         if answer is None:
             raise SubscriptionLost(
                 "the queue was deleted",
@@ -191,28 +180,19 @@ class ListSubscription:
                 operation="receive",
                 queue=self._keys.queue,
             )
-        now, nearest, found = answer
+        nearest, found = answer
         self._drained = 0 < len(found) < 2 * count
         ends = self._clock.monotonic() + (self._lease or math.inf)
-        dead: list[tuple[str, Envelope, bool]] = []
+        claimed: list[Delivery] = []
         for at in range(0, len(found), 2):
             token = found[at].decode()
-            envelope, spent = codec.decode(found[at + 1])
-            expired = envelope.expires_at is not None and envelope.expires_at * 1000 <= now
-            if spent or expired:
-                dead.append((token, envelope, spent))
-                continue
+            envelope = codec.decode(found[at + 1])
             envelope.attempt += 1
             self.held[token] = ends
-            self._claimed.append(self._delivery(envelope, token))
-        if self._claimed:
+            claimed.append(self._delivery(envelope, token))
+        if claimed:
             self._keep()
-        if dead:
-            self._news.set()  # what came with them need not wait for their funeral
-        for token, envelope, spent in dead:
-            await self._dead_letter_and_ack(token, envelope, spent, now / 1000)
-        if dead:
-            return 0.001  # there may be more behind them
+            self._arrivals.put(claimed)
         return MAX_BLOCK_SECONDS if nearest < 0 else min(MAX_BLOCK_SECONDS, nearest / 1000)
 
     def _delivery(self, envelope: Envelope, token: str) -> Delivery:
@@ -220,40 +200,6 @@ class ListSubscription:
 
     def _keep(self) -> None:
         self._lease_renewal.wake()
-
-    async def _dead_letter_and_ack(
-        self, token: str, envelope: Envelope, spent: bool, now: float
-    ) -> None:
-        """Write the dead letter, then acknowledge: a crash between the two repeats both."""
-        error: Exception = TimeToLiveExpired("the message was not handled within its time to live")
-        if spent:
-            error = LeaseExpired(
-                f"the lease of delivery {envelope.attempt} of {self._max_deliveries} expired: "
-                "the handler crashed, hung or outran ack_deadline"
-            )
-        letter = DeadLetter.of(
-            envelope,
-            channel=self._keys.queue,
-            reason=Reason.MAX_RETRIES_EXCEEDED if spent else Reason.TTL_EXPIRED,
-            at=now,
-            error=error,
-            group=self._keys.group,
-        )
-        try:
-            await self._write_dead_letter(self._keys, letter)
-            await self._connection.run(lifecycle.ACK, self._keys.held_keys, token)
-        except Exception as failure:
-            self._tell(failure)
-            raise
-        self._tell(None)
-
-    def on_settlement(self, callback: Callable[[str, Exception | None], None]) -> None:
-        """Call ``callback`` when a dead letter that is written here fails, and when one is done."""
-        self._settlement_callbacks.append(callback)
-
-    def _tell(self, error: Exception | None) -> None:
-        for callback in self._settlement_callbacks:
-            callback("dead letters cannot be written", error)
 
     def _slots(self) -> int:
         """How many more may be held; what the server has long taken back takes no slot."""
@@ -264,22 +210,14 @@ class ListSubscription:
                 del self.held[token]
         return self._prefetch - len(self.held)
 
-    async def _wait_for_slot(self) -> None:
-        self._free.clear()
-        first = min(self.held.values()) + self._lease - self._clock.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.001, first)):
-                await self._free.wait()
-
-    def _return_claimed(self) -> None:
-        """Nobody waits for what was claimed: give it back."""
-        if self._claimed and not self._receivers:
-            claimed, self._claimed = self._claimed, []
+    def _return_claimed(self, claimed: list[Delivery]) -> None:
+        """Give back deliveries that no ``receive`` waits for."""
+        if claimed:
             self._settled([str(delivery.receipt) for delivery in claimed])
             self._spawn(self._put_back(self._returned(claimed)), "qkit redis return")
 
     def _returned(self, claimed: list[Delivery]) -> list[CommandArgument]:
-        """What the script is told of deliveries that nobody saw."""
+        """Return the script's arguments for deliveries that no consumer has received."""
         return _as_they_were([str(delivery.receipt) for delivery in claimed])
 
     async def _put_back(self, arguments: list[CommandArgument]) -> None:
@@ -294,17 +232,16 @@ class ListSubscription:
     # Settle
 
     async def ack(self, delivery: Delivery) -> None:
-        """The work is done: remove the message. All acks of a turn of the loop go together."""
-        await self._settle(
-            "ack", delivery, self._acks.add(delivery.receipt_of(str, BACKEND, "ack"))
-        )
+        """Remove the message: the work is done."""
+        token = delivery.receipt_of(str, BACKEND, "ack")
+        await self._settle("ack", delivery, self._ack_all([token]))
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
         tokens = [delivery.receipt_of(str, BACKEND, "ack") for delivery in deliveries]
         done: list[int] = []
         for at in range(0, len(tokens), MAX_CLAIM):
-            done += await self._ack_all(*tokens[at : at + MAX_CLAIM])
+            done += await self._ack_all(tokens[at : at + MAX_CLAIM])
         results: list[QueueError | None] = [
             None if there else self._late(delivery, token, "ack")
             for delivery, token, there in zip(deliveries, tokens, done, strict=True)
@@ -327,25 +264,56 @@ class ListSubscription:
         if delay > 0 and due < self._blocked_until:
             await self._unblock()  # the wait was measured before this was known
 
-    async def _release(self, token: str, delay: float, content: bytes) -> int:
+    async def _release(self, token: str, delay: float, content: bytes) -> list[int]:
         milliseconds = _ms(delay) if delay > 0 else 0
         with translate_errors("release", self._keys.queue):
-            done = await self._scripts.run_part(
+            done: list[int] = await self._scripts.run_part(
                 lifecycle.RELEASE, self._keys, token, milliseconds, content
             )
-        return int(done[0]) if done else 0
+        return done
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        token = delivery.receipt_of(str, BACKEND, "extend")
-        if not await self._extensions.add(token, _ms(seconds)):
-            raise self._late(delivery, token, "extend")
-        if token in self.held:
-            self.held[token] = self._clock.monotonic() + seconds
+        delivery.receipt_of(str, BACKEND, "extend")
+        (error,) = await self.extend_many([delivery], seconds)
+        if error is not None:
+            raise error
 
-    async def _settle(self, operation: str, delivery: Delivery, done: Awaitable[int]) -> None:
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Move the ends of several leases to ``seconds`` from now in one round trip."""
+        results: list[QueueError | None] = []
+        for at in range(0, len(deliveries), MAX_CLAIM):
+            results += await self._extend_all(deliveries[at : at + MAX_CLAIM], seconds)
+        return results
+
+    async def _extend_all(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        tokens = [str(delivery.receipt or "") for delivery in deliveries]
+        arguments = [argument for token in tokens for argument in (token, _ms(seconds))]
+        with translate_errors("extend", self._keys.queue):
+            done: list[int] = await self._connection.run(
+                lifecycle.EXTEND, self._keys.lease_keys, *arguments
+            )
+        end = self._clock.monotonic() + seconds
+        results: list[QueueError | None] = []
+        for delivery, token, held in zip(deliveries, tokens, done, strict=True):
+            if not token:
+                results.append(delivery.settled_before(BACKEND, "extend"))
+            elif not held:
+                results.append(self._late(delivery, token, "extend"))
+            else:
+                if token in self.held:
+                    self.held[token] = end
+                results.append(None)
+        return results
+
+    async def _settle(self, operation: str, delivery: Delivery, call: Awaitable[list[int]]) -> None:
         token = str(delivery.receipt)
-        if not await done:
+        done = await call
+        if not done or not done[0]:
             raise self._late(delivery, token, operation)
         delivery.receipt = None
         self._settled([token])
@@ -357,21 +325,15 @@ class ListSubscription:
     def _settled(self, tokens: list[str]) -> None:
         for token in tokens:
             self.held.pop(token, None)
-        self._free.set()
+        if self._slot_timer is not None:
+            self._arrivals.wake()
 
-    async def _ack_all(self, *tokens: str | int) -> list[int]:
+    async def _ack_all(self, tokens: list[str]) -> list[int]:
         with translate_errors("ack", self._keys.queue):
             done: int | list[int] = await self._connection.run(
                 lifecycle.ACK, self._keys.held_keys, *tokens
             )
         return [1] * done if isinstance(done, int) else done
-
-    async def _extend_all(self, *arguments: str | int) -> list[int]:
-        with translate_errors("extend", self._keys.queue):
-            done: list[int] = await self._connection.run(
-                lifecycle.EXTEND, self._keys.lease_keys, *arguments
-            )
-        return done
 
     # The end
 
@@ -380,8 +342,8 @@ class ListSubscription:
         if self._stopped:
             return
         self._stopped = True
-        self._news.set()
-        self._free.set()
+        self._arrivals.stop()
+        self._return_claimed(self._arrivals.drain())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(UNBLOCK_TIMEOUT_SECONDS):
                 while (fetching := self._fetching) is not None:
@@ -398,10 +360,9 @@ class ListSubscription:
         """Stop, give back what is held, and disconnect."""
         try:
             await self.stop()
-            self._return_claimed()
-            await self._give_back()
             while self._tasks:
                 await asyncio.wait(self._tasks)
+            await self._give_back()  # after what was claimed later: each goes to the front
         finally:
             self._lease_renewal.close()
             if self._blocking_connection is not None:

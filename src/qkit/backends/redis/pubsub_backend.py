@@ -125,11 +125,7 @@ class RedisPubSubBackend:
         """Delete a queue."""
         await self._lists.delete(queue)
 
-    # DeadLetterSource, DroppedLetterSource
-
-    def on_dead_letter(self, callback: Callable[[DeadLetter], None]) -> None:
-        """Call ``callback`` for each message of a queue whose time to live ran out."""
-        self._lists.on_dead_letter(callback)
+    # DroppedLetterSource
 
     def on_dropped_letter(self, callback: Callable[[DeadLetter], None]) -> None:
         """Call ``callback`` for each dead letter that a full dead-letter queue pushed out."""

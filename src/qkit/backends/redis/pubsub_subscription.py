@@ -8,9 +8,9 @@ hangs up beyond that.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, cast
+from operator import itemgetter
+from typing import Any, Final, NamedTuple, cast
 
 from redis.asyncio.connection import AbstractConnection
 
@@ -18,6 +18,7 @@ from qkit._internal.ids import new_id
 from qkit._internal.logging import logger
 from qkit._internal.tasks import retrieve_exception
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.redis import codec
 from qkit.backends.redis.connection import ConnectionParameters
 from qkit.backends.redis.driver import PipelinedConnection, Reply
@@ -35,6 +36,15 @@ PING_INTERVAL_SECONDS: Final = 2.0
 ANSWER_TIMEOUT_SECONDS: Final = 4.0
 
 
+# The number in the order of delivery, and a payload or a message that was put back.
+_Arrival = tuple[int, bytes | Envelope]
+
+
+class _Receipt(NamedTuple):
+    subscription: PubSubSubscription
+    number: int
+
+
 class SubscriberConnection(PipelinedConnection):
     """A connection in subscriber mode: it is told messages beside the answers to its commands."""
 
@@ -42,7 +52,7 @@ class SubscriberConnection(PipelinedConnection):
         self,
         connection: AbstractConnection,
         hear: Callable[[bytes], None],
-        ended: Callable[[], None],
+        ended: Callable[[Exception], None],
     ) -> None:
         self._hear = hear
         self._ended = ended
@@ -90,24 +100,24 @@ class SubscriberConnection(PipelinedConnection):
             super()._lose(error)
             if self._ping_timer is not None:
                 self._ping_timer.cancel()
-            self._ended()
+            self._ended(error)
 
 
 class PubSubSubscription:
     """A subscription to a channel: every one gets a copy of every message.
 
-    Its deliveries exist here alone. ``release`` puts one back in front of those that wait here;
-    with the subscription all that was not handled is gone.
+    Its deliveries exist only here. ``release`` puts one back in the order of delivery. What was
+    not handled is lost when the subscription ends.
     """
 
     def __init__(self, parameters: ConnectionParameters, spec: SubscriptionSpec) -> None:
         self._parameters = parameters
         self._channel = spec.queue
         self._group = spec.group
-        self._waiting: deque[bytes | Envelope] = deque()
-        self._size = 0
+        self._arrivals: Arrivals[_Arrival] = Arrivals(order=itemgetter(0))
+        self._heard = 0
+        self._size = 0  # of the payloads that wait
         self._connection: SubscriberConnection | None = None
-        self._news = asyncio.Event()
         self._full = False
         self._stopped = False
         self._dropped = 0
@@ -115,7 +125,7 @@ class PubSubSubscription:
     async def open(self) -> None:
         """Subscribe; from here on everything is heard."""
         self._connection = SubscriberConnection(
-            await self._parameters.open_driver_connection(), self._hear, self._news.set
+            await self._parameters.open_driver_connection(), self._hear, self._lost
         )
         await self._connection.call("SUBSCRIBE", self._channel)
 
@@ -123,10 +133,10 @@ class PubSubSubscription:
         if self._stopped:
             self._dropped += 1
             return
-        self._waiting.append(payload)
+        self._heard += 1
         self._size += len(payload)
-        self._news.set()
-        if not self._full and (len(self._waiting) >= MESSAGES or self._size >= BYTES):
+        self._arrivals.put(((self._heard, payload),))
+        if not self._full and (len(self._arrivals) >= MESSAGES or self._size >= BYTES):
             self._full = True
             assert self._connection is not None
             self._connection.read(False)
@@ -134,7 +144,7 @@ class PubSubSubscription:
                 "%s: %d messages wait for a handler of %s and no more are read: the server keeps "
                 "the rest, and hangs up when its client-output-buffer-limit for pubsub is reached",
                 self._channel,
-                len(self._waiting),
+                len(self._arrivals),
                 self._group,
                 extra={"queue": self._channel, "consumer": self._group},
             )
@@ -144,35 +154,34 @@ class PubSubSubscription:
 
         Raises ``SubscriptionLost`` when the connection breaks, once all that came by it is handled.
         """
-        while not self._stopped:
-            if found := self._taken(limit):
+        while items := await self._arrivals.take(limit):
+            if found := self._deliveries(items):
                 return found
-            assert self._connection is not None
-            if (error := self._connection.lost) is not None:
-                raise SubscriptionLost(
-                    "the subscription broke, and what is published meanwhile is not heard: "
-                    + to_queue_error(error, "receive").message,
-                    backend=BACKEND,
-                    operation="receive",
-                    queue=self._channel,
-                    cause=error,
-                )
-            self._news.clear()
-            await self._news.wait()
         return []
 
-    def _taken(self, limit: int) -> list[Delivery]:
+    def _lost(self, error: Exception) -> None:
+        lost = SubscriptionLost(
+            "the subscription broke, and what is published meanwhile is not heard: "
+            + to_queue_error(error, "receive").message,
+            backend=BACKEND,
+            operation="receive",
+            queue=self._channel,
+            cause=error,
+        )
+        self._arrivals.fail(lost, drop=False)
+
+    def _deliveries(self, items: list[_Arrival]) -> list[Delivery]:
         found: list[Delivery] = []
-        while self._waiting and len(found) < limit:
-            item = self._waiting.popleft()
+        for number, item in items:
+            envelope: Envelope | None
             if isinstance(item, bytes):
                 self._size -= len(item)
-                if (envelope := self._decoded(item)) is None:
-                    continue
+                envelope = self._decoded(item)
             else:
                 envelope = item
-            found.append(Delivery(envelope, self._channel, self))
-        if self._full and len(self._waiting) <= MESSAGES // 2 and self._size <= BYTES // 2:
+            if envelope is not None:
+                found.append(Delivery(envelope, self._channel, _Receipt(self, number)))
+        if self._full and len(self._arrivals) <= MESSAGES // 2 and self._size <= BYTES // 2:
             self._full = False
             assert self._connection is not None
             self._connection.read(True)
@@ -180,7 +189,7 @@ class PubSubSubscription:
 
     def _decoded(self, payload: bytes) -> Envelope | None:
         """The message, or none if it is a replay for another group."""
-        envelope, _ = codec.decode(payload)
+        envelope = codec.decode(payload)
         if envelope.id == codec.FOREIGN:
             envelope.id = new_id()
         headers = envelope.headers
@@ -198,14 +207,13 @@ class PubSubSubscription:
     async def release(
         self, delivery: Delivery, delay: float, *, count_attempt: bool = True
     ) -> None:
-        """Put the message in front of those that wait here; there are no delays."""
-        self._settle(delivery, "release")
+        """Put the message back in the order of delivery; there are no delays."""
+        number = self._settle(delivery, "release")
         if self._stopped:
             self._dropped += 1
             return
         delivery.envelope.attempt += count_attempt
-        self._waiting.appendleft(delivery.envelope)
-        self._news.set()
+        self._arrivals.put_back((number, delivery.envelope))
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """There is nothing to extend."""
@@ -213,10 +221,12 @@ class PubSubSubscription:
             "pub/sub has no leases", backend=BACKEND, operation="extend", queue=delivery.queue
         )
 
-    def _settle(self, delivery: Delivery, operation: str) -> None:
-        if delivery.receipt is not self:
+    def _settle(self, delivery: Delivery, operation: str) -> int:
+        receipt = delivery.receipt_of(_Receipt, BACKEND, operation)
+        if receipt.subscription is not self:
             raise delivery.settled_before(BACKEND, operation)
         delivery.receipt = None
+        return receipt.number
 
     # The end
 
@@ -225,9 +235,8 @@ class PubSubSubscription:
         if self._stopped:
             return
         self._stopped = True
-        self._dropped += len(self._waiting)
-        self._waiting.clear()
-        self._news.set()
+        self._arrivals.stop()
+        self._dropped += len(self._arrivals.drain())
         if self._connection is not None:
             await self._connection.aclose()
 

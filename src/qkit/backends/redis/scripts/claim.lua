@@ -1,16 +1,16 @@
 -- Claim messages. Script on one part.
 -- ARGV: 2 how many, 3 lease in ms (0: none, the messages leave the server), 4 '1' if the caller has
 -- just distributed what was pushed to the topic.
--- Returns the time now, ms until the next message is due (-1: none), then tokens and frames; false
--- if there is no such queue; 'distribute' if the caller has to run distribute first: that touches
--- the keys of all groups.
+-- Returns ms until the next message is due (-1: none), then tokens and frames; false if there is no
+-- such queue; 'distribute' if the caller has to run distribute first: that touches the keys of all
+-- groups.
 local config, reply = open()
 if not config then return reply end
 if config.kind == 'topic' and ARGV[4] ~= '1' and redis.call('LLEN', KEYS[2]) > 0 then
   return 'distribute'
 end
 local q, t, want = part(config, 3), clock(), tonumber(ARGV[2])
-expire(q, t, config.max_deliveries)
+expire(q, t)
 promote(q, t)
 local taken = {}
 local function take(list)
@@ -65,7 +65,7 @@ if #taken > 0 then
   end
 end
 if not plain or #taken >= want then wake(q) end  -- else no message is ready
-if #taken > 0 then return {t, 0, out} end
+if #taken > 0 then return {0, out} end
 local nearest = -1
 for _, key in ipairs({q.due, q.lease}) do
   local first = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
@@ -74,4 +74,4 @@ for _, key in ipairs({q.due, q.lease}) do
     if nearest < 0 or wait < nearest then nearest = wait end
   end
 end
-return {t, nearest, out}
+return {nearest, out}

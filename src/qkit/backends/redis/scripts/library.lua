@@ -37,14 +37,13 @@ local function ready(q, p) return KEYS[q.p0 + p] end
 
 -- Returns the declaration, or nil and the script's reply.
 local function open()
-  local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_deliveries',
-                       'max_priority', 'levels')
+  local c = redis.call('HMGET', KEYS[1], 'kind', 'max_depth', 'drop_oldest', 'max_priority',
+                       'levels')
   if not c[1] then return nil, false end
   local config = {kind = c[1], max_depth = tonumber(c[2] or ''), drop_oldest = c[3] == '1',
-                  max_deliveries = tonumber(c[4] or ''), top = tonumber(c[5] or '') or 9,
-                  levels = {}, used = {}}
+                  top = tonumber(c[4] or '') or 9, levels = {}, used = {}}
   local highest = config.top
-  for p in string.gmatch(c[6] or '', '%d+') do
+  for p in string.gmatch(c[5] or '', '%d+') do
     p = tonumber(p)
     config.levels[#config.levels + 1] = p
     config.used[p] = true
@@ -163,9 +162,9 @@ local function promote(q, t)
   redis.call('HDEL', q.msg, unpack(toks))
 end
 
--- A lease that ends counts its delivery. After the last delivery that is allowed the frame gets a
--- mark, and the consumer that claims it next writes the dead letter.
-local function expire(q, t, max)
+-- A lease that ends counts its delivery. Earlier versions put a '!' behind the last number that was
+-- allowed.
+local function expire(q, t)
   local toks = redis.call('ZRANGEBYSCORE', q.lease, '-inf', t, 'LIMIT', 0, CHUNK)
   if #toks == 0 then return end
   local fs = redis.call('HMGET', q.msg, unpack(toks))
@@ -174,8 +173,7 @@ local function expire(q, t, max)
     if f then
       local _, _, _, n = head(f)
       n = n + 1
-      local mark = (max and n >= max) and '!' or ''
-      f = string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n .. mark, 1)
+      f = string.gsub(f, '^(qk1 %S+ %S+ %d+ %d+ )%d+!?', '%1' .. n, 1)
       back(q, f, n)
     end
   end

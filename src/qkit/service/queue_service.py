@@ -1,40 +1,26 @@
-"""``QueueService``: register handlers, send messages, consume, and come down gracefully.
-
-The only module that knows both the policies and the backends.
-"""
+"""``QueueService``: register handlers, send messages, consume, administer, shut down."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.coroutines import returns_coroutine
 from qkit._internal.logging import logger
-from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit._internal.loop_calls import running_loop
 from qkit._internal.signals import handle_signals
 from qkit.admin.dead_letters import DeadLetters
 from qkit.admin.queues import QueueAdmin
-from qkit.backend import (
-    Backend,
-    Capabilities,
-    DeadLetterSource,
-    DroppedLetterSource,
-    QueueStats,
-)
+from qkit.backend import Backend, Capabilities, QueueStats
 from qkit.backends.factory import open_backend
-from qkit.consuming.consumer_pool import ConsumerPool
-from qkit.consuming.handler_threads import HandlerThreads
-from qkit.consuming.settlement import record_dead_letter
 from qkit.errors import ConfigError, LifecycleError
 from qkit.handlers.channel import Channel, Middleware, name_of
 from qkit.handlers.registry import Handler, Registry
-from qkit.handlers.route import Route, RouteTable
-from qkit.message import DeadLetter, Message, Sent
-from qkit.observability.connection_state import ConnectionState, ConnectionTracker
+from qkit.message import Message, Sent
+from qkit.observability.connection_state import ConnectionState
 from qkit.observability.events import (
     DeadLettered,
     EventName,
@@ -46,22 +32,15 @@ from qkit.observability.events import (
 )
 from qkit.observability.health import Health
 from qkit.observability.metrics import Counters, Metrics
-from qkit.observability.monitor import Monitor
-from qkit.observability.telemetry import Telemetry
-from qkit.sending.circuit_breaker import CircuitBreaker
 from qkit.sending.envelope_builder import SendOptions
-from qkit.sending.guarded_backend import GuardedBackend
-from qkit.sending.producer import Producer
 from qkit.sending.sync_sender import SyncSender
+from qkit.service.runtime import ServiceRuntime
 from qkit.settings.model import Settings
+from qkit.wiring import Wiring
 
 __all__ = ["QueueService"]
 
 T = TypeVar("T")
-State = Literal["new", "starting", "running", "stopping", "closed"]
-
-LOOP_STALL_SECONDS = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
-CLOSE_TIMEOUT = 5.0
 
 
 class QueueService:
@@ -109,65 +88,25 @@ class QueueService:
         self._registry = Registry(queues=bool(backend.capabilities.queues))
         self._counters = Counters()
         self._events = Events()
-        self._threads = HandlerThreads()
-        self._state: State = "new"
-        self._background_timers = True  # pings and lease renewals
-        self._lifecycle_lock = asyncio.Lock()  # start and shutdown, one after the other
         self._stop = asyncio.Event()
-        self._force = asyncio.Event()
-        self._loop: asyncio.AbstractEventLoop | None = None  # from start to shutdown
-        self._loop_caller: LoopCaller | None = None
-        self._sync = SyncSender(self, self._require_caller)
-        self._build_components(backend, chosen)
+        self._sync = SyncSender(self, lambda operation: self._runtime.require_caller(operation))
+        self._build(backend, chosen, background_timers=True)
 
-    def _build_components(self, backend: Backend, clock: Clock) -> None:
-        """Everything that knows the backend or the clock."""
-        self._backend = backend
-        self._clock = clock
-        self._listening = False  # a start that failed and is tried again listens once
-        self._telemetry = Telemetry(backend.name)
-        self._connection = ConnectionTracker(self._events, clock, backend.name)
-        self._breaker = CircuitBreaker(
-            failure_threshold=self.settings.breaker.failure_threshold,
-            recovery_timeout=self.settings.breaker.recovery_timeout,
-            clock=clock,
-        )
-        guarded = GuardedBackend(
+    def _build(self, backend: Backend, clock: Clock, *, background_timers: bool) -> None:
+        """Build everything that knows the backend or the clock."""
+        wiring = Wiring.build(
             backend,
-            breaker=self._breaker,
-            connection=self._connection,
-            timeout=self.settings.send_timeout,
-        )
-        self._routes = RouteTable(
             self.settings,
-            backend,
-            self._registry,
-            self._counters,
-            self._middleware,
-        )
-        self._producer = Producer(
-            guarded,
-            clock=clock,
+            clock,
             registry=self._registry,
-            routes=self._routes,
-            telemetry=self._telemetry,
-            require=self._require_sending,
-        )
-        self._admin = QueueAdmin(
-            backend, settings=self.settings, routes=self._routes, producer=self._producer
-        )
-        self._monitor = Monitor(backend, self._connection, clock)
-        self._consumers = ConsumerPool(
-            backend,
-            settings=self.settings,
-            clock=clock,
-            routes=self._routes,
-            producer=self._producer,
-            connection=self._connection,
+            counters=self._counters,
             events=self._events,
-            telemetry=self._telemetry,
-            threads=self._threads,
+            middleware=self._middleware,
         )
+        self._runtime = ServiceRuntime(wiring, background_timers=background_timers)
+        self._backend = backend
+        self._producer = self._runtime.producer
+        self._admin = QueueAdmin(wiring, self._producer)
 
     def replace_backend_for_testing(
         self, backend: Backend, clock: Clock, wrap_handler: Callable[[Handler], Handler]
@@ -176,10 +115,9 @@ class QueueService:
 
         Without pings and lease renewals a test can tell that nothing more will happen.
         """
-        self._require("replace_backend_for_testing", "new")
-        self._build_components(backend, clock)
+        self._runtime.require("replace_backend_for_testing", "new")
+        self._build(backend, clock, background_timers=False)
         self._registry.handlers = [wrap_handler(handler) for handler in self._registry.handlers]
-        self._background_timers = False
 
     # -- setting up --------------------------------------------------------------------------
 
@@ -189,9 +127,9 @@ class QueueService:
         Raises ``HandlerError`` for a signature that cannot be filled, ``ConfigError`` for
         contradicting declarations, ``LifecycleError`` once the service has started.
         """
-        if self._state != "new":
+        if (state := self._runtime.state) != "new":
             raise LifecycleError(
-                f"register() on a service that is {self._state}: register every handler before "
+                f"register() on a service that is {state}: register every handler before "
                 "start, or make a new service",
                 operation="register",
             )
@@ -246,63 +184,7 @@ class QueueService:
         Raises ``ConfigError`` or ``Unsupported`` for what cannot work, before connecting, and
         ``BackendUnavailable`` if the broker cannot be reached; then it may be tried again.
         """
-        async with self._lifecycle_lock:
-            if self._state == "running":
-                return
-            self._require("start", "new")
-            planned = self._plan()
-            self._state = "starting"
-            self._bind(asyncio.get_running_loop())
-            self._connection.transition_to(ConnectionState.CONNECTING)
-            try:
-                await self._open(planned)
-            except BaseException as error:
-                self._connection.record_failure(error)
-                await self._stop_consumers()
-                await self._close_backend()
-                for route in self._routes.known():
-                    route.declared = False
-                self._state = "new"
-                self._producer.close()
-                self._bind(None)
-                raise
-
-    def _plan(self) -> list[tuple[Route, Handler]]:
-        """Everything that can be refused is refused here, before any connection is tried."""
-        self._routes.check_settings()
-        planned: list[tuple[Route, Handler]] = []
-        for channel in list(self._registry.channels.values()):
-            self._routes.resolve(channel)
-        for handler in self._registry.handlers:
-            route = self._routes.resolve(self._registry.channels[handler.channel])
-            self._routes.check_handler(route, handler)
-            self._routes.prefetch(route, handler)
-            planned.append((route, handler))
-        return planned
-
-    async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
-        self._telemetry.start(lambda: self._counters.snapshot().channels)
-        await self._backend.start()
-        self._connection.transition_to(ConnectionState.CONNECTED)
-        if not self._backend.capabilities.durable:
-            logger.warning(
-                "%s is not durable: what it holds is lost when it ends", self._backend.name
-            )
-        if not self._listening:
-            if isinstance(self._backend, DeadLetterSource):
-                self._backend.on_dead_letter(self._on_backend_dead_letter)
-            if isinstance(self._backend, DroppedLetterSource):
-                self._backend.on_dropped_letter(self._on_dropped_letter)
-            self._listening = True  # also if this start fails and is tried again
-        for route in self._routes.known():
-            await self._producer.declare(route)
-        self._state = "running"  # from here on handlers may run, and they may send
-        self._producer.open()
-        for route, handler in planned:
-            self._consumers.start(route, handler, renew_leases=self._background_timers)
-        if self._background_timers:
-            self._monitor.start()
-        await self._consumers.wait_ready(self.settings.send_timeout)
+        await self._runtime.start()
 
     async def run(self) -> None:
         """Consume until SIGTERM, SIGINT or ``stop()``, then shut down; starts if needed.
@@ -341,7 +223,7 @@ class QueueService:
 
     def force(self) -> None:
         """Do not wait for handlers any longer in a shutdown: what the second signal does."""
-        self._force.set()
+        self._runtime.force.set()
 
     async def shutdown(self, timeout: float | None = None) -> None:
         """Come down in order: stop fetching, finish handlers, flush, close; idempotent.
@@ -350,57 +232,7 @@ class QueueService:
         by then are cancelled and their messages given back with no attempt charged.
         """
         self._stop.set()
-        task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
-        # Coming down is not to be cut short: a caller that is cancelled, be it again and again,
-        # waits for the end of it.
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None and not task.cancelled():
-            raise cancelled
-        await task
-
-    async def _shut_down(self, timeout: float | None) -> None:
-        async with self._lifecycle_lock:
-            if self._state in ("new", "closed"):
-                self._state = "closed"
-                return
-            self._state = "stopping"  # readiness is false from here on
-            self._connection.transition_to(ConnectionState.CLOSING)
-            if timeout is None:
-                timeout = self.settings.shutdown.timeout
-            abandoned = await self._consumers.drain(timeout, self._force)
-            await self._stop_consumers()
-            await self._producer.drain()
-            self._producer.close()
-            self._threads.close()
-            await self._close_backend()
-            self._state = "closed"
-            self._bind(None)
-            self._connection.transition_to(ConnectionState.CLOSED)
-            logger.info("shut down, %d handlers abandoned", abandoned)
-            self._events.emit(ShutDown(abandoned))
-            await self._events.drain(0.5 if self._force.is_set() else CLOSE_TIMEOUT)
-
-    async def _stop_consumers(self) -> None:
-        await self._monitor.stop()
-        await self._consumers.stop(0.0 if self._force.is_set() else self.settings.send_timeout)
-
-    async def _close_backend(self) -> None:
-        """Close it, whatever it says to that: nothing is left that could depend on it."""
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._backend.aclose()
-        except Exception as error:
-            logger.warning(
-                "%s did not close cleanly: %s: %s",
-                self._backend.name,
-                type(error).__name__,
-                error,
-            )
+        await self._runtime.shutdown(timeout)
 
     async def __aenter__(self) -> Self:
         """``start``."""
@@ -458,8 +290,9 @@ class QueueService:
         ``InvalidHeader``, ``PayloadTooLarge`` and ``ValueError`` before anything leaves;
         ``QueueFull``, ``SendTimeout``, ``CircuitOpen`` and ``BackendUnavailable`` after.
         """
-        if self._loop is None or running_loop() is not self._loop:
-            self._check_loop("send")
+        loop = self._runtime.loop
+        if loop is None or running_loop() is not loop:
+            self._runtime.check_loop("send")
         return self._producer.send(channel, body, options)
 
     @overload
@@ -478,8 +311,9 @@ class QueueService:
 
         Options, and errors at the call and on await, are those of ``send``.
         """
-        if self._loop is None or running_loop() is not self._loop:
-            self._check_loop("publish")
+        loop = self._runtime.loop
+        if loop is None or running_loop() is not loop:
+            self._runtime.check_loop("publish")
         return self._producer.publish(channel, body, options)
 
     @overload
@@ -503,51 +337,23 @@ class QueueService:
         accepted: its ``results`` has a ``Sent`` or an error for each. Other errors are those of
         ``send``.
         """
-        if self._loop is None or running_loop() is not self._loop:
-            self._check_loop("send_many")
+        loop = self._runtime.loop
+        if loop is None or running_loop() is not loop:
+            self._runtime.check_loop("send_many")
         return self._producer.send_many(channel, bodies, options)
-
-    def _bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Note the event loop in which the service runs, ``None`` before start and at the end."""
-        self._loop = loop
-        self._loop_caller = None if loop is None else LoopCaller(loop)
-
-    def _check_loop(self, operation: str) -> None:
-        """Raise unless a send may be awaited in this thread.
-
-        A service that has not started, or was shut down, has no event loop. Then any will do: the
-        error comes when the send is awaited.
-        """
-        running = running_loop()
-        if running is not None and (self._loop is None or running is self._loop):
-            return
-        where = "no event loop runs" if running is None else "another event loop runs"
-        raise LifecycleError(
-            f"service.{operation}() was called in a thread where {where}, so nothing was sent. "
-            f"In a synchronous handler or any other thread write service.sync.{operation}(…), "
-            f"which blocks until the broker has confirmed; `await service.{operation}(…)` belongs "
-            "in the event loop in which the service was started",
-            operation=operation,
-        )
-
-    def _require_caller(self, operation: str) -> LoopCaller:
-        """Return the entry to the service's event loop for other threads."""
-        while (caller := self._loop_caller) is None:
-            self._require(f"sync.{operation}", "running")  # passes if it has started just now
-        return caller
 
     # -- steering ----------------------------------------------------------------------------
 
     def pause(self, channel: Channel[T] | str) -> None:
         """Start no more handlers of a channel until ``resume``; running ones go on."""
-        self._require("pause", "running")
-        for consumer in self._consumers.consumers_of(name_of(channel), "pause"):
+        self._runtime.require("pause", "running")
+        for consumer in self._runtime.consumers.consumers_of(name_of(channel), "pause"):
             consumer.pause()
 
     def resume(self, channel: Channel[T] | str) -> None:
         """Consume a channel again, also one that rests because a dependency was unavailable."""
-        self._require("resume", "running")
-        for consumer in self._consumers.consumers_of(name_of(channel), "resume"):
+        self._runtime.require("resume", "running")
+        for consumer in self._runtime.consumers.consumers_of(name_of(channel), "resume"):
             consumer.resume()
 
     # -- watching ----------------------------------------------------------------------------
@@ -555,7 +361,7 @@ class QueueService:
     @property
     def connection_state(self) -> ConnectionState:
         """Where the connection to the broker stands."""
-        return self._connection.state
+        return self._runtime.wiring.connection.state
 
     @property
     def backend_name(self) -> str:
@@ -577,52 +383,11 @@ class QueueService:
 
         May be asked from another thread, which hears of a blocked event loop too.
         """
-        consumers, working = self._consumers.health()
-        connected = self._connection.state is ConnectionState.CONNECTED
-        still = self._monitor.seconds_since_last_run
-        turning = still < LOOP_STALL_SECONDS
-        serving = self._state == "running" and not self.stopping
-        well = serving and connected and working and turning
-        failing = [f"{item.channel}: {item.failing}" for item in consumers if item.failing]
-        return Health(
-            status="healthy" if well else "unhealthy",
-            connection_state=self._connection.state,
-            durable=bool(self._backend.capabilities.durable),
-            breaker=str(self._breaker.state),
-            last_success_at=self._connection.last_success_at,
-            last_error=(failing[0] if failing else self._connection.last_error)
-            if turning
-            else f"the event loop has been blocked for {still:.0f} s: a handler may not wait in it",
-            disconnected_at=self._connection.disconnected_at,
-            consumers=consumers,
-        )
+        return self._runtime.health(stopping=self.stopping)
 
     def metrics(self) -> Metrics:
         """The counters, together and for each channel."""
         return self._counters.snapshot()
-
-    def _on_backend_dead_letter(self, letter: DeadLetter) -> None:
-        """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
-        for route in self._routes.known():
-            if route.queue == letter.channel:
-                record_dead_letter(
-                    replace(letter, channel=route.name),
-                    kept=route.dead_letter is not None,
-                    counters=route.counters,
-                    events=self._events,
-                    consumer=letter.group or route.name,
-                )
-
-    def _on_dropped_letter(self, letter: DeadLetter) -> None:
-        """The dead letters are full and the oldest went: the one thing that qkit lets go."""
-        logger.error(
-            "%s: the dead letters are full, the oldest is dropped: message %s (%s)",
-            letter.channel,
-            letter.message_id,
-            letter.reason,
-            extra={"queue": letter.channel, "message_id": letter.message_id},
-        )
-        self._events.emit(DeadLettered(letter, kept=False))
 
     # -- administration ----------------------------------------------------------------------
 
@@ -651,23 +416,5 @@ class QueueService:
         return self._administer("dead_letters").dead_letters(name_of(name))
 
     def _administer(self, operation: str) -> QueueAdmin:
-        self._require_sending(operation)
+        self._runtime.require_sending(operation)
         return self._admin
-
-    def _require_sending(self, operation: str) -> None:
-        if self._state not in ("running", "stopping"):  # a handler may send while it drains
-            self._require(operation, "running")
-
-    def _require(self, operation: str, state: State) -> None:
-        if self._state == state:
-            return
-        advice = {
-            "new": "start it first: `async with service:` or `await service.start()`",
-            "starting": "wait until start() has returned",
-            "running": "it runs already",
-            "stopping": "it is shutting down",
-            "closed": "it was shut down, and a service starts once: make a new QueueService",
-        }[self._state]
-        raise LifecycleError(
-            f"{operation}() on a service that is {self._state}: {advice}", operation=operation
-        )

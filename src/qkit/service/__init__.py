@@ -1,0 +1,9 @@
+"""``QueueService``: the public class, and the runtime that starts and stops its parts.
+
+The only package that knows both the policies and the backends. May import: everything below
+``sync``.
+"""
+
+from qkit.service.queue_service import QueueService
+
+__all__ = ["QueueService"]

@@ -1,0 +1,274 @@
+"""``ServiceRuntime``: connects, starts the consumers, and stops everything in order."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Literal
+
+from qkit._internal.logging import logger
+from qkit._internal.loop_calls import LoopCaller, running_loop
+from qkit.backend import DeadLetterSource, DroppedLetterSource
+from qkit.consuming.consumer_pool import ConsumerPool
+from qkit.consuming.settlement import record_dead_letter
+from qkit.errors import LifecycleError
+from qkit.handlers.registry import Handler
+from qkit.handlers.route import Route
+from qkit.message import DeadLetter
+from qkit.observability.connection_state import ConnectionState
+from qkit.observability.events import DeadLettered, ShutDown
+from qkit.observability.health import Health
+from qkit.observability.monitor import Monitor
+from qkit.sending.producer import Producer
+from qkit.wiring import Wiring
+
+__all__ = ["ServiceRuntime"]
+
+State = Literal["new", "starting", "running", "stopping", "closed"]
+
+LOOP_STALL_SECONDS = 4.0  # seconds in which the monitor has a turn, or the loop is blocked
+CLOSE_TIMEOUT = 5.0
+
+
+class ServiceRuntime:
+    """The parts of a service that work while it runs.
+
+    Args:
+        wiring: What they share.
+        background_timers: Ping the broker and renew leases.
+
+    Attributes:
+        state: Where the service is between ``start`` and ``shutdown``.
+        loop: The event loop in which it runs; ``None`` before start and at the end.
+        force: Set it to end the wait for handlers in a shutdown.
+        producer: Sends.
+        consumers: Consume.
+    """
+
+    def __init__(self, wiring: Wiring, *, background_timers: bool = True) -> None:
+        self.wiring = wiring
+        self.state: State = "new"
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.force = asyncio.Event()
+        self.producer = Producer(wiring, self.require_sending)
+        self.consumers = ConsumerPool(wiring, self.producer)
+        self._backend = wiring.backend
+        self._settings = wiring.settings
+        self._routes = wiring.routes
+        self._connection = wiring.connection
+        self._events = wiring.events
+        self._monitor = Monitor(wiring.backend, wiring.connection, wiring.clock)
+        self._background_timers = background_timers
+        self._listening = False  # a start that failed and is tried again listens once
+        self._lifecycle_lock = asyncio.Lock()  # start and shutdown, one after the other
+        self._loop_caller: LoopCaller | None = None
+
+    async def start(self) -> None:
+        """As ``QueueService.start``."""
+        async with self._lifecycle_lock:
+            if self.state == "running":
+                return
+            self.require("start", "new")
+            planned = self._plan()
+            self.state = "starting"
+            self._bind(asyncio.get_running_loop())
+            self._connection.transition_to(ConnectionState.CONNECTING)
+            try:
+                await self._open(planned)
+            except BaseException as error:
+                self._connection.record_failure(error)
+                await self._stop_consumers()
+                await self._close_backend()
+                for route in self._routes.known():
+                    route.declared = False
+                self.state = "new"
+                self.producer.close()
+                self._bind(None)
+                raise
+
+    def _plan(self) -> list[tuple[Route, Handler]]:
+        """Everything that can be refused is refused here, before any connection is tried."""
+        self._routes.check_settings()
+        planned: list[tuple[Route, Handler]] = []
+        for channel in list(self.wiring.registry.channels.values()):
+            self._routes.resolve(channel)
+        for handler in self.wiring.registry.handlers:
+            route = self._routes.resolve(self.wiring.registry.channels[handler.channel])
+            self._routes.check_handler(route, handler)
+            self._routes.prefetch(route, handler)
+            planned.append((route, handler))
+        return planned
+
+    async def _open(self, planned: list[tuple[Route, Handler]]) -> None:
+        self.wiring.telemetry.start(lambda: self.wiring.counters.snapshot().channels)
+        await self._backend.start()
+        self._connection.transition_to(ConnectionState.CONNECTED)
+        if not self._backend.capabilities.durable:
+            logger.warning(
+                "%s is not durable: what it holds is lost when it ends", self._backend.name
+            )
+        if not self._listening:
+            if isinstance(self._backend, DeadLetterSource):
+                self._backend.on_dead_letter(self._on_backend_dead_letter)
+            if isinstance(self._backend, DroppedLetterSource):
+                self._backend.on_dropped_letter(self._on_dropped_letter)
+            self._listening = True  # also if this start fails and is tried again
+        for route in self._routes.known():
+            await self.producer.declare(route)
+        self.state = "running"  # from here on handlers may run, and they may send
+        self.producer.open()
+        for route, handler in planned:
+            self.consumers.start(route, handler, renew_leases=self._background_timers)
+        if self._background_timers:
+            self._monitor.start()
+        await self.consumers.wait_ready(self._settings.send_timeout)
+
+    async def shutdown(self, timeout: float | None = None) -> None:
+        """As ``QueueService.shutdown``."""
+        task = asyncio.create_task(self._shut_down(timeout), name="qkit shutdown")
+        # Coming down is not to be cut short: a caller that is cancelled, be it again and again,
+        # waits for the end of it.
+        cancelled: asyncio.CancelledError | None = None
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None and not task.cancelled():
+            raise cancelled
+        await task
+
+    async def _shut_down(self, timeout: float | None) -> None:
+        async with self._lifecycle_lock:
+            if self.state in ("new", "closed"):
+                self.state = "closed"
+                return
+            self.state = "stopping"  # readiness is false from here on
+            self._connection.transition_to(ConnectionState.CLOSING)
+            if timeout is None:
+                timeout = self._settings.shutdown.timeout
+            abandoned = await self.consumers.drain(timeout, self.force)
+            await self._stop_consumers()
+            await self.producer.drain()
+            self.producer.close()
+            self.consumers.threads.close()
+            await self._close_backend()
+            self.state = "closed"
+            self._bind(None)
+            self._connection.transition_to(ConnectionState.CLOSED)
+            logger.info("shut down, %d handlers abandoned", abandoned)
+            self._events.emit(ShutDown(abandoned))
+            await self._events.drain(0.5 if self.force.is_set() else CLOSE_TIMEOUT)
+
+    async def _stop_consumers(self) -> None:
+        await self._monitor.stop()
+        await self.consumers.stop(0.0 if self.force.is_set() else self._settings.send_timeout)
+
+    async def _close_backend(self) -> None:
+        """Close it, whatever it says to that: nothing is left that could depend on it."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT):
+                await self._backend.aclose()
+        except Exception as error:
+            logger.warning(
+                "%s did not close cleanly: %s: %s",
+                self._backend.name,
+                type(error).__name__,
+                error,
+            )
+
+    def health(self, *, stopping: bool) -> Health:
+        """As ``QueueService.health_check``; ``stopping`` says that a stop was asked for."""
+        consumers, working = self.consumers.health()
+        connected = self._connection.state is ConnectionState.CONNECTED
+        still = self._monitor.seconds_since_last_run
+        turning = still < LOOP_STALL_SECONDS
+        serving = self.state == "running" and not stopping
+        well = serving and connected and working and turning
+        failing = [f"{item.channel}: {item.failing}" for item in consumers if item.failing]
+        return Health(
+            status="healthy" if well else "unhealthy",
+            connection_state=self._connection.state,
+            durable=bool(self._backend.capabilities.durable),
+            breaker=str(self.producer.guarded.breaker.state),
+            last_success_at=self._connection.last_success_at,
+            last_error=(failing[0] if failing else self._connection.last_error)
+            if turning
+            else f"the event loop has been blocked for {still:.0f} s: a handler may not wait in it",
+            disconnected_at=self._connection.disconnected_at,
+            consumers=consumers,
+        )
+
+    def _on_backend_dead_letter(self, letter: DeadLetter) -> None:
+        """The backend itself wrote a dead letter: a lease expired too often, or a TTL ran out."""
+        for route in self._routes.known():
+            if route.queue == letter.channel:
+                record_dead_letter(
+                    replace(letter, channel=route.name),
+                    kept=route.dead_letter is not None,
+                    counters=route.counters,
+                    events=self._events,
+                    consumer=letter.group or route.name,
+                )
+
+    def _on_dropped_letter(self, letter: DeadLetter) -> None:
+        """The dead letters are full and the oldest went: the one thing that qkit lets go."""
+        logger.error(
+            "%s: the dead letters are full, the oldest is dropped: message %s (%s)",
+            letter.channel,
+            letter.message_id,
+            letter.reason,
+            extra={"queue": letter.channel, "message_id": letter.message_id},
+        )
+        self._events.emit(DeadLettered(letter, kept=False))
+
+    # -- checks ------------------------------------------------------------------------------
+
+    def require_sending(self, operation: str) -> None:
+        """Raise ``LifecycleError`` unless the service runs, or drains."""
+        if self.state not in ("running", "stopping"):  # a handler may send while it drains
+            self.require(operation, "running")
+
+    def require(self, operation: str, state: State) -> None:
+        """Raise ``LifecycleError`` for ``operation`` unless the service is in ``state``."""
+        if self.state == state:
+            return
+        advice = {
+            "new": "start it first: `async with service:` or `await service.start()`",
+            "starting": "wait until start() has returned",
+            "running": "it runs already",
+            "stopping": "it is shutting down",
+            "closed": "it was shut down, and a service starts once: make a new QueueService",
+        }[self.state]
+        raise LifecycleError(
+            f"{operation}() on a service that is {self.state}: {advice}", operation=operation
+        )
+
+    def _bind(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Note the event loop in which the service runs, ``None`` before start and at the end."""
+        self.loop = loop
+        self._loop_caller = None if loop is None else LoopCaller(loop)
+
+    def check_loop(self, operation: str) -> None:
+        """Raise unless a send may be awaited in this thread.
+
+        A service that has not started, or was shut down, has no event loop. Then any will do: the
+        error comes when the send is awaited.
+        """
+        running = running_loop()
+        if running is not None and (self.loop is None or running is self.loop):
+            return
+        where = "no event loop runs" if running is None else "another event loop runs"
+        raise LifecycleError(
+            f"service.{operation}() was called in a thread where {where}, so nothing was sent. "
+            f"In a synchronous handler or any other thread write service.sync.{operation}(…), "
+            f"which blocks until the broker has confirmed; `await service.{operation}(…)` belongs "
+            "in the event loop in which the service was started",
+            operation=operation,
+        )
+
+    def require_caller(self, operation: str) -> LoopCaller:
+        """Return the entry to the service's event loop for other threads."""
+        while (caller := self._loop_caller) is None:
+            self.require(f"sync.{operation}", "running")  # passes if it has started just now
+        return caller
