@@ -257,7 +257,7 @@ def count_frames(client: SocketBackend, kind: int, monkeypatch: pytest.MonkeyPat
 async def test_many_are_settled_by_one_frame_and_each_has_its_own_result(
     owner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = await owner.client()
+    client: SocketBackend = await owner.client()
     await client.declare(QueueSpec(name="q", ack_deadline=1.0))
     await client.publish("q", [Envelope(str(n), b"") for n in range(4)])
     async with client.subscribe(spec()) as subscription:
