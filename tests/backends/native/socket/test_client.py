@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import time
@@ -11,10 +12,19 @@ from typing import Any
 
 import pytest
 
-from qkit.backend import Admin, DeadLetterSource, DroppedLetterSource, QueueSpec, SubscriptionSpec
+from qkit.backend import (
+    AckMany,
+    Admin,
+    DeadLetterSource,
+    DroppedLetterSource,
+    ExtendMany,
+    QueueSpec,
+    SubscriptionSpec,
+)
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client import subscription as claimed
 from qkit.backends.native.socket.client.backend import SocketBackend
+from qkit.backends.native.socket.client.connection import Answered
 from qkit.errors import (
     AckDeadlineExceeded,
     BackendUnavailable,
@@ -57,7 +67,7 @@ async def test_before_it_is_started_it_says_so(tmp_path: Any) -> None:
     await backend.aclose()
 
 
-async def test_publishes_of_one_turn_are_one_frame_with_each_its_own_answer(owner: Any) -> None:
+async def test_each_publish_of_one_turn_has_its_own_answer(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q", max_depth=5, max_priority=9))
     calls = [
@@ -101,9 +111,16 @@ async def test_a_message_beyond_the_owner_s_limit_is_refused_here(owner: Any) ->
     await owner.server.start()
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
+    large = Envelope("a", bytes(10_000))
     with pytest.raises(PayloadTooLarge):
-        await client.publish("q", [Envelope("a", bytes(10_000))])
+        await client.publish("q", [large])
     await client.publish("q", [Envelope("b", bytes(5_000)), Envelope("c", bytes(5_000))])
+    with pytest.raises(PartialSend) as caught:  # the messages of other senders beside it are sent
+        await client.publish("q", [Envelope("d", b""), large, Envelope("e", b"")])
+    first, refused, last = caught.value.results
+    assert (first, last) == (Sent("d", 2), Sent("e", 3))
+    assert isinstance(refused, PayloadTooLarge)
+    assert (refused.queue, refused.message_id) == ("q", "a")
 
 
 async def test_cancelled_receives_lose_nothing(owner: Any) -> None:
@@ -155,6 +172,21 @@ async def test_what_nobody_asks_for_goes_back_soon(owner: Any) -> None:
             await (awake if receiving.cancelled() else paused).ack(found)
 
 
+async def test_a_cancelled_receive_takes_its_credit_back(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    async with client.subscribe(spec()) as subscription:
+        receiving = asyncio.create_task(subscription.receive(3))
+        await client.ping()
+        receiving.cancel()
+        await asyncio.wait({receiving})
+        await client.ping()
+        await client.publish("q", [Envelope("a", b"")])
+        assert (await client.stats("q")).in_flight == 0, "claimed for no receiver"
+        (found,) = await subscription.receive(1)
+        assert found.envelope.attempt == 1
+
+
 async def test_several_receives_share_what_comes(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q"))
@@ -186,7 +218,7 @@ async def test_a_stopped_subscription_settles_and_fetches_nothing(owner: Any) ->
     assert (await client.stats("q")).depth == 1
 
 
-async def test_settlements_of_one_turn_have_each_their_own_answer(owner: Any) -> None:
+async def test_each_settlement_of_one_turn_has_its_own_answer(owner: Any) -> None:
     client = await owner.client()
     await client.declare(QueueSpec(name="q", ack_deadline=1.0))
     await client.publish("q", [Envelope(str(n), b"") for n in range(3)])
@@ -204,6 +236,108 @@ async def test_settlements_of_one_turn_have_each_their_own_answer(owner: Any) ->
         again = {item.envelope.id: item.envelope for item in await subscription.receive(3)}
         assert again["1"].headers == {"seen": "yes"}
         assert again["1"].attempt == 2
+
+
+def count_frames(client: SocketBackend, kind: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record the frames of a kind that the client sends."""
+    connection = client._connection
+    assert connection is not None
+    frames: list[int] = []
+    ask = connection.ask
+
+    def counted(asked: int, body: bytes, answered: Answered) -> int:
+        if asked == kind:
+            frames.append(len(body))
+        return ask(asked, body, answered)
+
+    monkeypatch.setattr(connection, "ask", counted)
+    return frames
+
+
+async def test_many_are_settled_by_one_frame_and_each_has_its_own_result(
+    owner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client: SocketBackend = await owner.client()
+    await client.declare(QueueSpec(name="q", ack_deadline=1.0))
+    await client.publish("q", [Envelope(str(n), b"") for n in range(4)])
+    async with client.subscribe(spec()) as subscription:
+        assert isinstance(subscription, AckMany)
+        assert isinstance(subscription, ExtendMany)
+        late, one, two, done = await subscription.receive(4)
+        await subscription.ack(done)
+        frames = count_frames(client, protocol.SETTLE, monkeypatch)
+        first, *others, last = await subscription.extend_many([late, one, two, done], 30)
+        assert (first, others) == (None, [None, None])
+        assert isinstance(last, MessageNotFound), "settled before; the others are extended"
+        await subscription.extend(late, 0.01)
+        await asyncio.sleep(0.1)
+        assert len(frames) == 2
+        lost, *acked, again = await subscription.ack_many([late, one, two, done])
+        assert isinstance(lost, AckDeadlineExceeded)
+        assert lost.message_id == "0"
+        assert acked == [None, None]
+        assert isinstance(again, MessageNotFound)
+        assert one.receipt is two.receipt is None
+        assert len(frames) == 3
+        assert await subscription.ack_many([]) == await subscription.extend_many([], 1.0) == []
+        assert len(frames) == 3
+    stats = await client.stats("q")
+    assert (stats.depth, stats.acked_total) == (1, 3)
+
+
+async def test_many_that_meet_a_broken_connection(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope(str(n), b"") for n in range(3)])
+    async with client.subscribe(spec()) as subscription:
+        held = await subscription.receive(3)
+        for connection in tuple(owner.server._connections):
+            connection._transport.pause_reading()
+        calls = asyncio.gather(
+            subscription.ack_many(held), subscription.extend_many(held, 30), return_exceptions=True
+        )
+        await asyncio.sleep(0.02)
+        for connection in tuple(owner.server._connections):
+            connection._transport.abort()
+        acked, extended = await asyncio.wait_for(calls, 30)
+        assert isinstance(acked, list)
+        assert [type(error) for error in acked] == [SubscriptionLost] * 3
+        assert [error.message_id for error in acked] == ["0", "1", "2"]
+        assert type(extended) is SubscriptionLost, "one error for all: it is logged once"
+
+
+async def test_a_cancelled_settlement_ends_the_lease_when_it_is_answered(owner: Any) -> None:
+    client = await owner.client()
+    await client.declare(QueueSpec(name="q"))
+    await client.publish("q", [Envelope("a", b"")])
+    async with client.subscribe(spec()) as subscription:
+        held = await subscription.receive(1)
+        acking = asyncio.create_task(subscription.ack_many(held))
+        await asyncio.sleep(0)
+        acking.cancel()
+        await asyncio.wait({acking})
+        assert len(subscription._leases) == 1, "not before the owner has answered"
+        await client.ping()
+        assert subscription._leases == {}
+    assert (await client.stats("q")).acked_total == 1
+
+
+async def test_a_cancelled_publish_of_several_frames_leaves_no_unseen_error(
+    owner: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await owner.client()
+    sending = asyncio.create_task(
+        client.publish("missing", [Envelope(str(n), bytes(700_000)) for n in range(3)])
+    )
+    await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait({sending})
+    await client.ping()
+    del sending
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+    with pytest.raises(QueueNotFound):
+        await client.publish("missing", [Envelope(str(n), bytes(700_000)) for n in range(3)])
 
 
 async def test_nothing_hangs_when_the_owner_dies(owner: Any) -> None:

@@ -56,7 +56,10 @@ def test_messages_travel_unchanged(items: list[Envelope], queue: str) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 1 << 63), envelopes, st.none() | st.just(30.0))))
 def test_deliveries_travel_unchanged(items: list[tuple[int, Envelope, float | None]]) -> None:
-    sent = [(receipt, Delivery(item, "q", object(), lease)) for receipt, item, lease in items]
+    sent = [
+        protocol.encode_delivery(receipt, Delivery(item, "q", object(), lease))
+        for receipt, item, lease in items
+    ]
     serial, found = protocol.decode_deliveries("q", protocol.encode_deliveries(7, sent))
     assert serial == 7
     assert [(item.receipt, item.envelope, item.lease) for item in found] == items

@@ -39,6 +39,7 @@ __all__ = [
     "decode_settlings",
     "encode_credit",
     "encode_deliveries",
+    "encode_delivery",
     "encode_envelope",
     "encode_json",
     "encode_number",
@@ -48,6 +49,7 @@ __all__ = [
     "encode_renewals",
     "encode_settlings",
     "frame",
+    "split",
 ]
 
 R = TypeVar("R", QueueSpec, SubscriptionSpec)
@@ -129,6 +131,25 @@ class SettleItem(NamedTuple):
 def frame(kind: int, number: int, body: bytes = b"") -> bytes:
     """One frame."""
     return HEAD.pack(len(body), kind, number) + body
+
+
+def split(parts: Iterable[bytes], limit: int) -> Iterator[list[bytes]]:
+    """Group parts of frames, in order, so that a group of several has at most ``limit`` bytes.
+
+    Yields at least one group, also for no parts.
+
+    >>> list(split([b"ab", b"c", b"def"], 3))
+    [[b'ab', b'c'], [b'def']]
+    """
+    group: list[bytes] = []
+    size = 0
+    for part in parts:
+        size += len(part)
+        if group and size > limit:
+            yield group
+            group, size = [], len(part)
+        group.append(part)
+    yield group
 
 
 class FrameDecoder:
@@ -286,14 +307,15 @@ def decode_positions(body: bytes) -> list[int | None]:
     return [None if place == NO_POSITION else place for place in places]
 
 
-def encode_deliveries(serial: int, deliveries: Iterable[tuple[int, Delivery]]) -> bytes:
-    """Deliveries with their receipts, in answer to the credit of that serial number."""
-    parts = [LENGTH.pack(serial)]
-    for receipt, delivery in deliveries:
-        lease = NO_LEASE if delivery.lease is None else delivery.lease
-        parts.append(DELIVERY.pack(receipt, lease))
-        parts.append(encode_envelope(delivery.envelope))
-    return b"".join(parts)
+def encode_delivery(receipt: int, delivery: Delivery) -> bytes:
+    """One delivery with its receipt."""
+    lease = NO_LEASE if delivery.lease is None else delivery.lease
+    return DELIVERY.pack(receipt, lease) + encode_envelope(delivery.envelope)
+
+
+def encode_deliveries(serial: int, deliveries: Iterable[bytes]) -> bytes:
+    """Encoded deliveries in answer to the credit of that serial number."""
+    return b"".join((LENGTH.pack(serial), *deliveries))
 
 
 def decode_deliveries(queue: str, body: bytes) -> tuple[int, list[Delivery]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, cast
 
 from qkit._internal.clock import Clock, SystemClock
 from qkit._internal.logging import logger
@@ -21,14 +21,15 @@ from qkit.backends.capability_matrix import MATRIX
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.connection import ClientConnection, open_connection
 from qkit.backends.native.socket.client.lease_renewal import ClientLeaseRenewal
-from qkit.backends.native.socket.client.publisher import Publisher
 from qkit.backends.native.socket.client.subscription import SocketSubscription
 from qkit.backends.native.socket.error_codec import decode_error
-from qkit.errors import BackendUnavailable, QueueError
+from qkit.errors import BackendUnavailable, PartialSend, PayloadTooLarge, QueueError
 from qkit.message import DeadLetter, Envelope, Sent
 
 __all__ = ["SocketBackend"]
 
+FRAME_BYTES: Final = 1 << 20  # a publish of more than this is cut into several frames
+FRAME_OVERHEAD_BYTES: Final = 4096  # of the owner's limit, for all that is not the message
 SINCE_VERSION_0_1: Final = ("consumed", "again")  # fields of QueueSpec that it does not know
 
 
@@ -56,7 +57,6 @@ class SocketBackend:
         self._renews = clock is None or isinstance(clock, SystemClock)
         self._on_lost = on_lost
         self._connection: ClientConnection | None = None
-        self._publisher: Publisher | None = None
         self._lease_renewal: ClientLeaseRenewal | None = None
         self._subscriptions: dict[int, SocketSubscription] = {}
         self._callbacks: dict[int, list[Callable[[DeadLetter], None]]] = {
@@ -73,7 +73,6 @@ class SocketBackend:
             return
         connection = await open_connection(self._path, self._take, self._lost)
         self._connection = connection
-        self._publisher = Publisher(connection)
         self.capabilities = _capabilities(connection.hello["capabilities"])
         if self._renews:
             self._lease_renewal = ClientLeaseRenewal(self._path, int(connection.hello["session"]))
@@ -100,12 +99,34 @@ class SocketBackend:
 
     async def publish(self, queue: str, envelopes: Sequence[Envelope]) -> list[Sent]:
         """Add messages in order, as many as can be; the others' errors are in ``PartialSend``."""
-        connection, publisher = self._connection, self._publisher
-        if connection is None or publisher is None:
+        connection = self._connection
+        if connection is None:
             self._refuse("publish", queue)
+        limit = int(connection.hello["max_frame"]) - FRAME_OVERHEAD_BYTES
+        encoded, refused = _encode(queue, envelopes, limit)
         if connection.write_buffer.paused:
             await connection.write_buffer.drained()
-        return await publisher.publish(queue, envelopes)
+        requests = [
+            (len(frame), connection.begin(protocol.PUBLISH, protocol.encode_publish(queue, frame)))
+            for frame in protocol.split(encoded, min(FRAME_BYTES, limit))
+        ]
+        outcomes: list[int | QueueError | None] = []  # positions and errors
+        for count, (_, answer) in requests:
+            try:
+                outcomes += protocol.decode_positions(await answer)
+            except PartialSend as error:
+                outcomes += [r if isinstance(r, QueueError) else r.position for r in error.results]
+            except QueueError as error:
+                outcomes += [error.located(operation="publish", queue=queue)] * count
+        for place, refusal in refused.items():  # in ascending order
+            outcomes.insert(place, refusal)
+        results = [
+            outcome if isinstance(outcome, QueueError) else Sent(item.id, outcome)
+            for item, outcome in zip(envelopes, outcomes, strict=True)
+        ]
+        if any(isinstance(item, QueueError) for item in results):
+            raise PartialSend.of(results, backend=self.name, queue=queue)
+        return cast("list[Sent]", results)
 
     def subscribe(self, spec: SubscriptionSpec) -> AbstractAsyncContextManager[SocketSubscription]:
         """Claim messages of a queue, or of a topic's group, which is declared by this."""
@@ -133,7 +154,6 @@ class SocketBackend:
     async def aclose(self) -> None:
         """Say goodbye, so that what is held goes back uncharged, and hang up; idempotent."""
         connection, self._connection = self._connection, None
-        self._publisher = None
         if self._lease_renewal is not None:
             self._lease_renewal.close()
             self._lease_renewal = None
@@ -235,7 +255,6 @@ class SocketBackend:
 
     def _lost(self, error: BackendUnavailable) -> None:
         self._connection = None
-        self._publisher = None
         if self._lease_renewal is not None:
             self._lease_renewal.close()
             self._lease_renewal = None
@@ -246,6 +265,25 @@ class SocketBackend:
     def _break(self, error: QueueError) -> None:
         for subscription in tuple(self._subscriptions.values()):
             subscription.lost(error)
+
+
+def _encode(
+    queue: str, envelopes: Sequence[Envelope], limit: int
+) -> tuple[list[bytes], dict[int, QueueError]]:
+    """The messages as bytes, and by their places the errors of those that cannot be sent."""
+    encoded: list[bytes] = []
+    refused: dict[int, QueueError] = {}
+    for place, item in enumerate(envelopes):
+        try:
+            data = protocol.encode_envelope(item)
+            if len(data) > limit:
+                raise PayloadTooLarge(f"a message of {len(data)} bytes: the owner takes {limit}")
+        except QueueError as error:
+            error.located(backend="native", operation="publish", queue=queue, message_id=item.id)
+            refused[place] = error
+        else:
+            encoded.append(data)
+    return encoded, refused
 
 
 def _capabilities(said: dict[str, str]) -> Capabilities:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 from qkit._internal.logging import logger
+from qkit._internal.tasks import retrieve_exception
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.error_codec import decode_error
 from qkit.backends.native.socket.unix_socket import connect
@@ -92,6 +93,7 @@ class ClientConnection(asyncio.Protocol):
                 return  # whoever asked has gone
             if isinstance(answer, QueueError):
                 future.set_exception(answer)
+                retrieve_exception(future)  # the caller may have gone, with others to await first
             else:
                 future.set_result(answer)
 
@@ -163,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
         self.write_buffer.lost()
         if not self.greeting.done():
             self.greeting.set_exception(self._error())
-            self.greeting.exception()  # perhaps nobody waits for it any more
+            retrieve_exception(self.greeting)  # perhaps nobody waits for it any more
         pending, self._pending = self._pending, {}
         for answered in pending.values():
             answered(self._error())

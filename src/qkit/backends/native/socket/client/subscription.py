@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from qkit._internal.tasks import retrieve_exception
 from qkit.backend import Delivery, SubscriptionSpec
+from qkit.backends.common.arrivals import Arrivals
 from qkit.backends.native.socket import protocol
 from qkit.backends.native.socket.client.connection import ClientConnection
 from qkit.backends.native.socket.client.lease_renewal import ClientLeaseRenewal
@@ -43,15 +43,14 @@ class SocketSubscription:
         self._queue = queue
         self._lease_renewal = lease_renewal
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[int, asyncio.Future[list[Delivery]]]] = deque()
-        self._arrived: deque[Delivery] = deque()
+        self._arrivals: Arrivals[Delivery] = Arrivals(
+            unclaimed=self._give_back, after=UNRECEIVED_RETURN_SECONDS, left=self._withdraw_credit
+        )
         self._leases: dict[int, float] = {}  # of all that is held; the renewing thread reads it
         self._serial = 0
         self._asked = 0  # the credit that the owner has
-        self._settling: list[tuple[protocol.SettleItem, asyncio.Future[None]]] = []
-        self._return_timer: asyncio.TimerHandle | None = None
         self._stopped = False
-        self._broken: QueueError | None = None
+        self._broken = False
         self.number = 0
 
     # Its life
@@ -73,38 +72,30 @@ class SocketSubscription:
     async def leave(self) -> None:
         """Give back what is held, uncharged; returns once others can have it."""
         self._stopped = True
-        self._flush()
+        self._arrivals.stop()
         self._forget()
         with contextlib.suppress(BackendUnavailable):  # then the claim ended with the connection
             await self._connection.request(protocol.LEAVE, protocol.encode_number(self.number))
 
     def lost(self, error: QueueError) -> None:
         """It broke: the connection did, the queue is gone, or the engine was closed."""
-        self._broken = error
+        self._broken = True
         self._forget()
-        waiting, self._waiting = self._waiting, deque()
-        for _, future in waiting:
-            if not future.done():
-                future.set_exception(self._loss("receive"))
+        loss = SubscriptionLost(
+            error.message,
+            backend="native",
+            operation="receive",
+            queue=self._queue,
+            cause=error.cause,
+        )
+        self._arrivals.fail(loss, drop=True)
 
     def _forget(self) -> None:
         """Nothing that it holds can be settled any more, or need be."""
-        self._arrived.clear()
+        self._arrivals.drain()
         self._leases.clear()
-        if self._return_timer is not None:
-            self._return_timer.cancel()
         if self._lease_renewal is not None:
             self._lease_renewal.remove(self.number)
-
-    def _loss(self, operation: str) -> SubscriptionLost:
-        assert self._broken is not None
-        return SubscriptionLost(
-            self._broken.message,
-            backend="native",
-            operation=operation,
-            queue=self._queue,
-            cause=self._broken.cause,
-        )
 
     # Receiving
 
@@ -114,36 +105,22 @@ class SocketSubscription:
         Raises ``SubscriptionLost`` when the connection breaks, the queue is deleted or the engine
         closed.
         """
-        if self._stopped:
-            return []
-        if self._broken is not None:
-            raise self._loss("receive")
-        if self._arrived:
-            return self._hand_out(limit)
-        future: asyncio.Future[list[Delivery]] = self._loop.create_future()
-        entry = limit, future
-        self._waiting.append(entry)
-        self._want()
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if future.cancelled():
-                with contextlib.suppress(ValueError):  # deliveries of this turn passed it by
-                    self._waiting.remove(entry)
-                self._want()
-            elif future.exception() is None:  # they came in this very turn
-                self._arrived.extendleft(reversed(future.result()))
-                self._distribute()
-            raise
+        return await self._arrivals.take(limit, self._ask)
 
-    def _want(self) -> None:
-        """Let the owner's credit be what is wanted now."""
-        wanted = sum(limit for limit, _ in self._waiting)
-        if wanted != self._asked and not self._stopped and self._broken is None:
-            self._serial += 1
-            self._asked = wanted
-            credit = protocol.encode_credit(self._serial, wanted)
-            self._connection.tell(protocol.CREDIT, self.number, credit)
+    def _ask(self, limit: int) -> None:
+        if limit > self._asked:
+            self._credit(limit)
+
+    def _withdraw_credit(self) -> None:
+        if self._asked and not self._stopped and not self._broken:
+            self._credit(0)
+
+    def _credit(self, wanted: int) -> None:
+        """Tell the owner how many deliveries are wanted now."""
+        self._serial += 1
+        self._asked = wanted
+        credit = protocol.encode_credit(self._serial, wanted)
+        self._connection.tell(protocol.CREDIT, self.number, credit)
 
     def deliver(self, body: bytes) -> None:
         """Deliveries arrived; or none, and the owner woke us all the same."""
@@ -155,52 +132,26 @@ class SocketSubscription:
                 self._leases[delivery.receipt_of(int, "native", "receive")] = delivery.lease
         if deliveries and self._lease_renewal is not None:
             self._lease_renewal.wake()
-        self._arrived.extend(deliveries)
-        if not deliveries and not self._asked:
-            self._let_go()
-        self._distribute()
-
-    def _distribute(self) -> None:
-        while self._waiting and self._arrived:
-            limit, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(self._hand_out(limit))
-        self._want()
-        if self._arrived and self._return_timer is None:
-            self._return_timer = self._loop.call_later(UNRECEIVED_RETURN_SECONDS, self._return)
         if self._stopped:
-            self._return()
+            self._give_back(deliveries)
+        elif deliveries:
+            self._arrivals.put(deliveries)
+        else:
+            self._arrivals.wake()
 
-    def _let_go(self) -> None:
-        """Every parked ``receive`` returns with nothing."""
-        waiting, self._waiting = self._waiting, deque()
-        for _, future in waiting:
-            if not future.done():
-                future.set_result([])
-
-    def _hand_out(self, limit: int) -> list[Delivery]:
-        count = min(limit, len(self._arrived))
-        deliveries = [self._arrived.popleft() for _ in range(count)]
-        if not self._arrived and self._return_timer is not None:
-            self._return_timer.cancel()
-            self._return_timer = None
-        return deliveries
-
-    def _return(self) -> None:
-        """Nobody asks for what has arrived: others may have it."""
-        self._return_timer = None
-        for delivery in self._hand_out(len(self._arrived)):
-            item = _release(delivery, 0.0, count_attempt=False)
-            self._begin(item).add_done_callback(retrieve_exception)
+    def _give_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Release deliveries that no ``receive`` takes, uncharged: others may have them."""
+        if deliveries:
+            self._request([_release(delivery, 0.0, count_attempt=False) for delivery in deliveries])
 
     async def stop(self) -> None:
         """Fetch no more and let a parked ``receive`` go; what was delivered can be settled."""
         if self._stopped:
             return
         self._stopped = True
-        self._let_go()
-        self._return()
-        if self._broken is None:
+        self._arrivals.stop()
+        self._give_back(self._arrivals.drain())
+        if not self._broken:
             with contextlib.suppress(BackendUnavailable):
                 await self._connection.request(protocol.STOP, protocol.encode_number(self.number))
 
@@ -213,16 +164,10 @@ class SocketSubscription:
 
     async def ack_many(self, deliveries: Sequence[Delivery]) -> list[QueueError | None]:
         """Remove several messages in one round trip."""
-        answers = [self._begin(_ack(delivery)) for delivery in deliveries]
-        await asyncio.wait(answers)
-        results: list[QueueError | None] = []
-        for delivery, answer in zip(deliveries, answers, strict=True):
-            error = answer.exception()
+        results = await self._settle_many(_ack, deliveries)
+        for delivery, error in zip(deliveries, results, strict=True):
             if error is None:
                 delivery.receipt = None
-            elif not isinstance(error, QueueError):
-                raise error
-            results.append(None if error is None else _about(error, delivery))
         return results
 
     async def release(
@@ -234,56 +179,84 @@ class SocketSubscription:
 
     async def extend(self, delivery: Delivery, seconds: float) -> None:
         """Move the end of the lease to ``seconds`` from now."""
-        receipt = delivery.receipt_of(int, "native", "extend")
-        item = protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
-        await self._settle(item, delivery)
+        await self._settle(_extend(delivery, seconds), delivery)
+
+    async def extend_many(
+        self, deliveries: Sequence[Delivery], seconds: float
+    ) -> list[QueueError | None]:
+        """Move the ends of several leases in one round trip.
+
+        Raises:
+            SubscriptionLost: The owner did not answer; no lease was extended.
+        """
+        results = await self._settle_many(partial(_extend, seconds=seconds), deliveries)
+        for error in results:
+            if isinstance(error, SubscriptionLost):
+                raise error
+        return results
 
     async def _settle(self, item: protocol.SettleItem, delivery: Delivery) -> None:
-        try:
-            await self._begin(item)
-        except QueueError as error:
+        (error,) = await self._request([item])
+        if error is not None:
             raise _about(error, delivery) from error.cause
 
-    def _begin(self, item: protocol.SettleItem) -> asyncio.Future[None]:
-        """Settle with whatever else this turn of the loop settles."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        if not self._settling:
-            self._loop.call_soon(self._flush)
-        self._settling.append((item, future))
-        return future
+    async def _settle_many(
+        self, item_of: Callable[[Delivery], protocol.SettleItem], deliveries: Sequence[Delivery]
+    ) -> list[QueueError | None]:
+        """Settle in one frame. One that was settled before fails alone, not the others."""
+        results: list[QueueError | None] = [None] * len(deliveries)
+        items: dict[int, protocol.SettleItem] = {}
+        for place, delivery in enumerate(deliveries):
+            try:
+                items[place] = item_of(delivery)
+            except MessageNotFound as error:
+                results[place] = error
+        if items:
+            errors = await self._request(list(items.values()))
+            for place, problem in zip(items, errors, strict=True):
+                if problem is not None:
+                    results[place] = _about(problem, deliveries[place])
+        return results
 
-    def _flush(self) -> None:
-        settling, self._settling = self._settling, []
-        if not settling:
-            return
-        body = protocol.encode_settlings(self.number, [item for item, _ in settling])
+    def _request(
+        self, items: Sequence[protocol.SettleItem]
+    ) -> asyncio.Future[list[QueueError | None]]:
+        """Send one SETTLE frame; the future gets an error for each item that failed."""
+        future: asyncio.Future[list[QueueError | None]] = self._loop.create_future()
 
         def answered(answer: bytes | QueueError) -> None:
             timer.cancel()
-            failures = {} if isinstance(answer, QueueError) else decode_failures(answer)
-            for place, (item, future) in enumerate(settling):
-                error = answer if isinstance(answer, QueueError) else failures.get(place)
-                if _is_over(item, error):
+            errors: list[QueueError | None] = [None] * len(items)
+            if isinstance(answer, QueueError):
+                errors = [answer] * len(items)
+            else:
+                for place, error in decode_failures(answer).items():
+                    errors[place] = error
+            for item, problem in zip(items, errors, strict=True):
+                if _is_over(item, problem):
                     # Not before: while the owner has not heard of it, the lease must not end.
                     self._leases.pop(item.receipt, None)
-                if future.done():
-                    continue
-                if error is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(error)
+            if not future.done():
+                future.set_result(errors)
 
         silence = BackendUnavailable(f"no answer within {SETTLE_TIMEOUT:g} s", backend="native")
         timer = self._loop.call_later(SETTLE_TIMEOUT, answered, silence)
         try:
+            body = protocol.encode_settlings(self.number, items)
             self._connection.ask(protocol.SETTLE, body, answered)
         except QueueError as error:
             answered(error)
+        return future
 
 
 def _ack(delivery: Delivery) -> protocol.SettleItem:
     receipt = delivery.receipt_of(int, "native", "ack")
     return protocol.SettleItem(protocol.ACK, receipt, 0.0, False, {})
+
+
+def _extend(delivery: Delivery, seconds: float) -> protocol.SettleItem:
+    receipt = delivery.receipt_of(int, "native", "extend")
+    return protocol.SettleItem(protocol.EXTEND, receipt, seconds, False, {})
 
 
 def _release(delivery: Delivery, delay: float, *, count_attempt: bool) -> protocol.SettleItem:

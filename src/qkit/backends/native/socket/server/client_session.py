@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import asdict
 from typing import Final
 
@@ -19,7 +19,7 @@ from qkit.backends.native.socket.server.subscription import (
 )
 from qkit.backends.native.socket.write_buffer import WriteBuffer
 from qkit.errors import QueueError
-from qkit.message import DeadLetter, Envelope
+from qkit.message import DeadLetter
 
 __all__ = ["ClientSession"]
 
@@ -225,7 +225,8 @@ class ClientSession:
             case ["stats", str(queue)]:
                 return protocol.encode_json(asdict(await backend.stats(queue)))
             case ["peek", str(queue), int(limit)]:
-                *parts, last = _frames_of(await backend.peek(queue, limit))
+                envelopes = map(protocol.encode_envelope, await backend.peek(queue, limit))
+                *parts, last = map(b"".join, protocol.split(envelopes, FRAME_BYTES))
                 for part in parts:
                     self._write_buffer.frame(protocol.MORE, number, part)
                     await self._write_buffer.drained()
@@ -302,19 +303,6 @@ class ClientSession:
                     )
                 except QueueError as error:
                     logger.debug("a lease was not renewed: %s", error)
-
-
-def _frames_of(envelopes: Sequence[Envelope]) -> Iterator[bytes]:
-    """Messages in as many parts as they need, at least one."""
-    part: list[bytes] = []
-    size = 0
-    for envelope in envelopes:
-        part.append(protocol.encode_envelope(envelope))
-        size += len(part[-1])
-        if size > FRAME_BYTES:
-            yield b"".join(part)
-            part, size = [], 0
-    yield b"".join(part)
 
 
 async def _nothing(work: Awaitable[None]) -> bytes:

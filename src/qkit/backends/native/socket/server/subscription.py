@@ -153,19 +153,13 @@ class ServerSubscription:
             await self._write_buffer.drained()
 
     def _write(self, serial: int, deliveries: list[Delivery]) -> None:
-        batch: list[tuple[int, Delivery]] = []
-        size = 0
-        for delivery in deliveries:
-            self._receipts += 1
-            self._held[self._receipts] = delivery
-            batch.append((self._receipts, delivery))
-            size += len(delivery.envelope.body)
-            if size > FRAME_BYTES and len(batch) < len(deliveries):
-                body = protocol.encode_deliveries(serial, batch)
-                self._write_buffer.frame(protocol.DELIVERIES, self._number, body)
-                batch, size = [], 0
-        if batch or not deliveries:
-            body = protocol.encode_deliveries(serial, batch)
+        parts: list[bytes] = []
+        for receipt, delivery in enumerate(deliveries, self._receipts + 1):
+            self._held[receipt] = delivery
+            parts.append(protocol.encode_delivery(receipt, delivery))
+        self._receipts += len(deliveries)
+        for frame in protocol.split(parts, FRAME_BYTES):
+            body = protocol.encode_deliveries(serial, frame)
             self._write_buffer.frame(protocol.DELIVERIES, self._number, body)
 
     def _look(self) -> None:
