@@ -48,9 +48,10 @@ class Worker:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self.totals = json.loads(line)
-            self.ready.set()
+        with self._process.stdout as lines:
+            for line in lines:
+                self.totals = json.loads(line)
+                self.ready.set()
 
     @property
     def settled(self) -> int:

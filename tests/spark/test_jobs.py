@@ -51,11 +51,13 @@ def run(command: list[str], where: Path = ROOT) -> subprocess.CompletedProcess[s
 
 
 def submit(job: str, *arguments: str) -> str:
-    """What a job prints."""
+    """What a job prints; raises ``SystemExit`` and prints its errors if it fails."""
     settings = [word for name, value in QUIET.items() for word in ("--conf", f"{name}={value}")]
     script = Path(sys.executable).with_name("spark-submit")
     done = run([str(script), "--master", "local[2]", *settings, f"spark/{job}.py", *arguments])
-    assert done.returncode == 0, done.stderr[-3_000:]
+    if done.returncode != 0:
+        print(done.stderr, file=sys.stderr)
+        raise SystemExit(done.returncode)
     return done.stdout
 
 
@@ -91,23 +93,6 @@ def test_what_is_wrong_is_said_before_spark_starts(
         replay.main(["--channel", "orders", *arguments])
     assert exited.value.code == 2
     assert words in capsys.readouterr().err
-
-
-def test_what_fails_in_spark_is_said_without_a_trace(tmp_path: Path) -> None:
-    orders = pa.table({"id": [1, 2], "total": [1.0, -1.0]})
-    pyarrow.parquet.write_table(orders, tmp_path / "orders.parquet")
-    done = run(
-        [
-            *[sys.executable, "spark/publish_files.py", str(tmp_path / "orders.parquet")],
-            *["--channel", "orders", "--set", f"path={tmp_path / 'data'}"],
-            *["--model", "tests.spark.models:Order"],
-        ]
-    )
-    assert done.returncode == 1
-    assert "error: row 1 of partition 0 is no message" in done.stderr
-    assert 'the row: {"id":2,"total":-1.0}' in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "\tat " not in done.stderr, "nor one of Java"
 
 
 def test_files_may_be_json_and_csv_too(spark: SparkSession, tmp_path: Path) -> None:
@@ -169,6 +154,25 @@ def submitted(
         return capsys.readouterr().out
 
     return call
+
+
+def test_what_fails_in_spark_is_said_without_a_trace(
+    submitted: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    orders = pa.table({"id": [1, 2], "total": [1.0, -1.0]})
+    pyarrow.parquet.write_table(orders, tmp_path / "orders.parquet")
+    with pytest.raises(SystemExit) as exited:
+        submitted(
+            "publish_files",
+            *[str(tmp_path / "orders.parquet"), "--channel", "orders"],
+            *["--set", f"path={tmp_path / 'data'}", "--model", "tests.spark.models:Order"],
+        )
+    assert exited.value.code == 1
+    said = capsys.readouterr().err
+    assert "error: row 1 of partition 0 is no message" in said
+    assert 'the row: {"id":2,"total":-1.0}' in said
+    assert "Traceback" not in said
+    assert "\tat " not in said, "nor one of Java"
 
 
 def test_files_are_published_archived_reported_and_replayed(
@@ -255,9 +259,12 @@ def test_dead_letters_are_counted_by_utc_whatever_their_bodies_are(
     assert report.examples == [("3", "KeyError", "no", "B"), ("1", "(none)", "", "\ufffdA")]
 
 
-def test_the_pipeline_checks_its_own_totals(tmp_path: Path) -> None:
+def test_the_pipeline_checks_its_own_totals(
+    submitted: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "spark")
     directory = tmp_path / "new"
-    said = submit("pipeline", "--count", "3000", "--directory", str(directory))
+    said = submitted("pipeline", "--count", "3000", "--directory", str(directory))
     assert "every total agrees" in said
     assert "<h1>events</h1>" in (directory / "report.html").read_text()
 

@@ -148,15 +148,8 @@ def test_what_was_staged_and_acknowledged_before_spark_knew_is_not_lost(
         assert sorted(numbers(batches)) == list(range(12))
 
 
-@pytest.mark.parametrize(
-    "where",  # each starts two JVMs
-    [
-        "native",
-        pytest.param("redis", marks=pytest.mark.full),
-        pytest.param("rabbitmq", marks=pytest.mark.full),
-        pytest.param("kafka", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full  # two JVMs each; the next test kills one in the ordinary run
+@pytest.mark.parametrize("where", ["native", "redis", "rabbitmq", "kafka"])
 def test_a_killed_driver_loses_nothing(
     where: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

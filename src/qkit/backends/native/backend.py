@@ -24,6 +24,7 @@ class NativeBackend:
     closed here, and has its own defaults. ``max_depth``, ``max_priority`` and ``ack_deadline`` are
     those of queues for which no declaration sets them.
 
+    >>> import asyncio
     >>> async def main() -> None:
     ...     backend = NativeBackend()
     ...     await backend.start()
