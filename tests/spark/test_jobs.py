@@ -50,11 +50,22 @@ def run(command: list[str], where: Path = ROOT) -> subprocess.CompletedProcess[s
     )
 
 
+def execute(job: str, *arguments: str) -> str:
+    """Run a job by Python and return what it prints; if it fails print its errors and exit."""
+    return output_of([sys.executable, f"spark/{job}.py", *arguments])
+
+
 def submit(job: str, *arguments: str) -> str:
-    """What a job prints; raises ``SystemExit`` and prints its errors if it fails."""
+    """As ``execute``, by ``spark-submit``."""
     settings = [word for name, value in QUIET.items() for word in ("--conf", f"{name}={value}")]
     script = Path(sys.executable).with_name("spark-submit")
-    done = run([str(script), "--master", "local[2]", *settings, f"spark/{job}.py", *arguments])
+    return output_of(
+        [str(script), "--master", "local[2]", *settings, f"spark/{job}.py", *arguments]
+    )
+
+
+def output_of(command: list[str]) -> str:
+    done = run(command)
     if done.returncode != 0:
         print(done.stderr, file=sys.stderr)
         raise SystemExit(done.returncode)
@@ -144,8 +155,8 @@ def submitted(
     capsys: pytest.CaptureFixture[str],
 ) -> Submit:
     """Run a job with arguments and return what it prints: in this Spark, or by its own."""
-    if request.param == "spark-submit":
-        return submit
+    if request.param != "main":
+        return submit if request.param == "spark-submit" else execute
 
     def call(job: str, *arguments: str) -> str:
         module = import_module(f"spark.{job}")
@@ -156,6 +167,9 @@ def submitted(
     return call
 
 
+@pytest.mark.parametrize(
+    "submitted", ["main", pytest.param("python", marks=pytest.mark.full)], indirect=True
+)
 def test_what_fails_in_spark_is_said_without_a_trace(
     submitted: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
