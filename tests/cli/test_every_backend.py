@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 import uuid
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from qkit.cli.app import app
+
+Qkit = Callable[..., Result]
 
 
 def environment(kind: str, url: str) -> dict[str, str]:
@@ -26,15 +29,21 @@ def broker(request: pytest.FixtureRequest) -> dict[str, str]:
     return environment(request.param, request.getfixturevalue(f"{request.param}_url"))
 
 
-def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
+@pytest.fixture
+def qkit(broker: dict[str, str]) -> Qkit:
+    """Run a command that succeeds."""
     runner = CliRunner()
-    name = f"orders-{uuid.uuid4().hex[:8]}"
 
-    def qkit(*words: str) -> Result:
+    def run(*words: str) -> Result:
         result = runner.invoke(app, list(words), env=broker)
         assert result.exit_code == 0, result.output
         return result
 
+    return run
+
+
+def test_send_look_consume_and_purge(qkit: Qkit) -> None:
+    name = f"orders-{uuid.uuid4().hex[:8]}"
     assert json.loads(qkit("health", "--json").stdout)["status"] == "healthy"
     qkit("send", name, '{"id": 1}')
     qkit("send", name, '{"id": 2}')  # to a queue that exists by now
@@ -51,15 +60,8 @@ def test_send_look_consume_and_purge(broker: dict[str, str]) -> None:
     assert json.loads(qkit("dlq", "list", name, "--json").stdout) == []
 
 
-def test_consume_dead_letters_what_has_expired(broker: dict[str, str]) -> None:
-    runner = CliRunner()
+def test_consume_dead_letters_what_has_expired(qkit: Qkit) -> None:
     name = f"orders-{uuid.uuid4().hex[:8]}"
-
-    def qkit(*words: str) -> Result:
-        result = runner.invoke(app, list(words), env=broker)
-        assert result.exit_code == 0, result.output
-        return result
-
     qkit("send", name, "1", "--ttl", "0.01")
     qkit("send", name, "2")
     shown = qkit("consume", name, "--ack", "--limit", "1", "--timeout", "20", "--json")

@@ -41,7 +41,7 @@ from qkit.cli.terminal import (
 )
 from qkit.consuming.raw_subscription import RawSubscription, subscribe_raw
 from qkit.errors import ConfigError, PartialSend, QueueError, QueueNotFound, Unsupported
-from qkit.handlers.channel import Channel
+from qkit.handlers.channel import undeclared
 from qkit.message import Envelope, Message, Sent
 from qkit.queue_lookup import suggest_name
 from qkit.sending.envelope_builder import SendOptions
@@ -322,9 +322,7 @@ async def _consume(
     await backend.start()
     try:
         wiring = Wiring.build(backend, settings, clock)
-        route = wiring.routes.resolve(
-            Channel(queue, broadcast=True) if broadcast else Channel(queue)
-        )
+        route = wiring.routes.resolve(undeclared(queue, broadcast=broadcast))
         spec = SubscriptionSpec(
             queue=route.queue,
             group=group,

@@ -13,7 +13,15 @@ from qkit.errors import ConfigError
 from qkit.message import Message
 from qkit.settings.model import RetrySettings
 
-__all__ = ["CallNext", "Channel", "ChannelOptions", "Middleware", "caller_location", "name_of"]
+__all__ = [
+    "CallNext",
+    "Channel",
+    "ChannelOptions",
+    "Middleware",
+    "caller_location",
+    "name_of",
+    "undeclared",
+]
 
 T = TypeVar("T")
 
@@ -192,6 +200,11 @@ def _list_problem(option: str, value: object) -> str | None:
 def name_of(channel: Channel[T] | str) -> str:
     """The name of what a caller passed for a channel."""
     return channel.name if isinstance(channel, Channel) else channel
+
+
+def undeclared(name: str, *, broadcast: bool) -> Channel[object]:
+    """The channel of a name that no program here declares: only what kind it is, no options."""
+    return Channel(name, broadcast=True) if broadcast else Channel(name)
 
 
 def caller_location() -> str:

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, cast
 from qkit._internal.coroutines import shown_as
 from qkit._internal.retry import Backoff
 from qkit.errors import PartialSend, QueueError, QueueNotFound, Unsupported
-from qkit.handlers.channel import Channel
+from qkit.handlers.channel import Channel, undeclared
 from qkit.handlers.route import Route
 from qkit.message import DeadLetter, Envelope, Sent
 from qkit.sending.envelope_builder import SendOptions, build_envelope
@@ -209,4 +209,4 @@ class Producer:
         known = self._registry.channels.get(channel)
         if known is not None:
             return known
-        return Channel(channel, broadcast=True) if broadcast else Channel(channel)
+        return undeclared(channel, broadcast=broadcast)

@@ -68,9 +68,7 @@ class SendBatcher:
             failure: BackendUnavailable | None = None
             if prepare is None:
                 try:
-                    group = self._only_group
-                    if group is None and len(envelopes) == 1:
-                        group = self._group_of(envelopes[0])
+                    group = self._only_group or self._common_group(envelopes)
                     if group is None:
                         return await self._send_to_groups(envelopes, deadline.end)
                     if group.coalescer.busy:
@@ -113,9 +111,12 @@ class SendBatcher:
         """Whether a send has not returned yet."""
         return self._in_progress > 0
 
-    def _group_of(self, envelope: Envelope) -> GroupPublisher:
+    def _common_group(self, envelopes: Sequence[Envelope]) -> GroupPublisher | None:
+        """Return the group of a single message; several may have different ones."""
+        if len(envelopes) != 1:
+            return None
         assert self._backend is not None
-        return self._group(self._backend.publish_group(self._queue, envelope))
+        return self._group(self._backend.publish_group(self._queue, envelopes[0]))
 
     def _group(self, name: Hashable) -> GroupPublisher:
         group = self._groups.get(name)
@@ -186,9 +187,7 @@ class SendBatcher:
             while pending:
                 await self._guarded.call(deadline, pending[0])
                 pending.pop()  # once: done again it would touch no broker, yet count as an answer
-            group = self._only_group
-            if group is None and len(envelopes) == 1:
-                group = self._group_of(envelopes[0])
+            group = self._only_group or self._common_group(envelopes)
             if group is None:
                 return await self._send_to_groups(envelopes, self._timer.deadline_from_now())
             if group.coalescer.busy:

@@ -15,7 +15,7 @@ from qkit.backend import AckMany, Admin, Delivery, Subscription, SubscriptionSpe
 from qkit.backends.factory import open_backend
 from qkit.consuming.raw_subscription import RawSubscription, subscribe_raw
 from qkit.errors import BackendUnavailable, QueueError
-from qkit.handlers.channel import Channel
+from qkit.handlers.channel import undeclared
 from qkit.message import Envelope
 from qkit.spark.existing import exists, start_for_reading
 from qkit.spark.options import Plan
@@ -109,11 +109,11 @@ class StageConsumer:
         on Kafka the topic of retries.
         """
         if self._subscription is None:
-            settings, clock, name = self._plan.settings, SystemClock(), self._plan.name
+            settings, clock = self._plan.settings, SystemClock()
             backend = open_backend(settings, clock)
             wiring = Wiring.build(backend, settings, clock)
             route = wiring.routes.resolve(
-                Channel(name, broadcast=True) if self._plan.broadcast else Channel(name)
+                undeclared(self._plan.name, broadcast=self._plan.broadcast)
             )
             stack = AsyncExitStack()
             try:

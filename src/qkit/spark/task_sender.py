@@ -13,7 +13,7 @@ from qkit._internal.retry import Backoff
 from qkit.backend import UnheardReporting
 from qkit.backends.factory import open_backend
 from qkit.errors import PartialSend, QueueError, QueueFull
-from qkit.handlers.channel import Channel
+from qkit.handlers.channel import undeclared
 from qkit.handlers.route import Route
 from qkit.message import Envelope
 from qkit.service.runtime import ServiceRuntime
@@ -40,9 +40,7 @@ class TaskSender:
 
     def route(self, channel: str, *, broadcast: bool = False) -> Route:
         """What a channel means on this backend; refuses what it cannot do."""
-        return self._runtime.wiring.routes.resolve(
-            Channel(channel, broadcast=True) if broadcast else Channel(channel)
-        )
+        return self._runtime.wiring.routes.resolve(undeclared(channel, broadcast=broadcast))
 
     @property
     def unheard(self) -> int:

@@ -49,7 +49,7 @@ class Arrivals(Generic[T]):
         self._left = left
         self._order = order
         self._takes = 0  # calls of ``take``
-        self._timer: asyncio.TimerHandle | None = None  # not cancelled by a ``take``: that is dear
+        self._timer: asyncio.TimerHandle | None = None  # a ``take`` leaves it: cheaper
 
     def __len__(self) -> int:
         return len(self._items)

@@ -165,7 +165,7 @@ class ClientConnection(asyncio.Protocol):
         self.write_buffer.lost()
         if not self.greeting.done():
             self.greeting.set_exception(self._error())
-            retrieve_exception(self.greeting)  # perhaps nobody waits for it any more
+            retrieve_exception(self.greeting)  # its waiters may have been cancelled
         pending, self._pending = self._pending, {}
         for answered in pending.values():
             answered(self._error())
